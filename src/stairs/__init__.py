@@ -1,0 +1,26 @@
+"""Stairs: serving decoder language models with exact attention."""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from stairs.config import SamplingParams
+    from stairs.llm import LLM
+
+__version__ = "0.1.0"
+
+# Names resolve on first use, so that `import stairs` (and `stairs plan`) never loads torch.
+_HOME = {
+    "LLM": "stairs.llm",
+    "SamplingParams": "stairs.config",
+}
+
+__all__ = ["LLM", "SamplingParams"]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOME:
+        raise AttributeError(f"module 'stairs' has no attribute {name!r}")
+    return getattr(importlib.import_module(_HOME[name]), name)

@@ -1,0 +1,47 @@
+"""One step's ragged batch as the attention sees it. An argument, never a global.
+
+Axes: T tokens fed this step, S sequences, P pages of the longest table, H query heads,
+G kv heads, D head_dim, B block size, N blocks in the pool.
+A decode is a sequence with one query; prefill chunks and decodes share one batch.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from typing import ClassVar
+
+from torch import Tensor
+
+__all__ = ["AttnMeta", "LayerKV"]
+
+
+@dataclass(frozen=True, slots=True)
+class LayerKV:
+    """One layer's part of the pool. One head's block is contiguous."""
+
+    k: Tensor  # (N, G, B, D)
+    v: Tensor  # (N, G, B, D)
+
+    @property
+    def block_size(self) -> int:
+        return self.k.shape[2]
+
+
+@dataclass(frozen=True, slots=True)
+class AttnMeta:
+    """Query i of sequence s (0-based, q_len of them) sits at position kv_len[s] - q_len + i
+    and sees keys 0 .. that position: bottom-right aligned causal mask."""
+
+    cu_q: Tensor  # (S+1,) int32  queries of sequence s are rows cu_q[s] .. cu_q[s+1]
+    kv_len: Tensor  # (S,) int32    keys of s, this step's included
+    block_table: Tensor  # (S, P) int32  page ids; entries past the last used page are never read
+    slots: Tensor  # (T,) int64    page * B + offset where each new K/V row goes
+    counts: Tensor  # (S, 3) int64  the kernels add what their loops visited; columns below
+    max_q: int  # host ints: bounds that choose an implementation, never a sync
+    max_kv: int
+
+    # Columns of ``counts``, each summed over layers. Pairs: over query heads too.
+    PAIRS: ClassVar[int] = 0
+    KV_BYTES_READ: ClassVar[int] = 1
+    KV_BYTES_WRITTEN: ClassVar[int] = 2

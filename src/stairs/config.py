@@ -1,0 +1,170 @@
+"""What a model is, how an engine runs it, how a request samples: frozen values, checked when built.
+
+Standard library only: the planner and the CLI read these without importing torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from stairs.errors import ConfigError, InvalidRequestError
+
+__all__ = [
+    "DTYPE_BYTES",
+    "CacheConfig",
+    "EngineConfig",
+    "ModelConfig",
+    "SamplingParams",
+]
+
+DTYPE_BYTES: Mapping[str, int] = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
+
+AttentionBackend = Literal["auto", "reference", "online", "cpu"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelConfig:
+    """One decoder, in the words its config.json uses where those are shared by all families."""
+
+    model_type: str
+    vocab_size: int
+    hidden_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    intermediate_size: int
+    max_position_embeddings: int
+    norm_eps: float
+    activation: str  # "silu" (gated MLP) or "gelu_new" (plain MLP)
+    rope_theta: float | None = None  # None: learned positions
+    tie_word_embeddings: bool = False
+    attention_bias: bool = False
+    mlp_bias: bool = False
+    dtype: str = "float32"  # the dtype the checkpoint was saved in
+    bos_token_id: int | None = None
+    eos_token_ids: tuple[int, ...] = ()
+
+    def __post_init__(self) -> None:
+        for name in (
+            "vocab_size", "hidden_size", "num_layers", "num_heads", "num_kv_heads",
+            "head_dim", "intermediate_size", "max_position_embeddings",
+        ):  # fmt: skip
+            value = getattr(self, name)
+            if not isinstance(value, int) or value < 1:
+                raise ConfigError(f"{name} must be a positive integer, got {value!r}", param=name)
+        if self.num_heads % self.num_kv_heads:
+            raise ConfigError(
+                f"num_heads {self.num_heads} is not a multiple of num_kv_heads {self.num_kv_heads}",
+                param="num_kv_heads",
+            )
+
+    @property
+    def group_size(self) -> int:
+        """Query heads that share one K/V head: 1 is MHA, num_heads is MQA, between is GQA."""
+        return self.num_heads // self.num_kv_heads
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CacheConfig:
+    """The K/V pool. ``num_blocks`` wins over ``memory_bytes``; both None means the engine's default."""
+
+    block_size: int = 16
+    num_blocks: int | None = None
+    memory_bytes: int | None = None
+    dtype: str = "auto"
+    enable_prefix_caching: bool = True
+    pin_memory_fraction: float = 0.25  # pinned prefixes may hold at most this share of the pool
+
+    def __post_init__(self) -> None:
+        if self.block_size < 1:
+            raise ConfigError(f"block_size must be at least 1, got {self.block_size}", param="block_size")
+        if self.dtype != "auto" and self.dtype not in DTYPE_BYTES:
+            raise ConfigError(
+                f"kv_cache_dtype {self.dtype!r} is unknown; one of auto, {', '.join(DTYPE_BYTES)}",
+                param="kv_cache_dtype",
+            )
+        for name in ("num_blocks", "memory_bytes"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ConfigError(f"{name} must be positive, got {value}", param=name)
+        if not 0 <= self.pin_memory_fraction <= 1:
+            raise ConfigError("pin_memory_fraction must lie in [0, 1]", param="pin_memory_fraction")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineConfig:
+    """How an engine runs. A step is one token for every decoding sequence plus at most
+    ``chunks_per_step`` chunks of ``prefill_chunk_size`` prompt tokens (4 x 128 = 512)."""
+
+    max_model_len: int | None = None  # None: the model's own context
+    max_num_seqs: int = 64
+    prefill_chunk_size: int = 128
+    max_num_batched_tokens: int = 512  # prompt tokens a step: chunks_per_step x prefill_chunk_size
+    dtype: str = "auto"
+    attention_backend: AttentionBackend = "auto"
+    seed: int = 0
+    cache: CacheConfig = field(default_factory=CacheConfig)
+
+    def __post_init__(self) -> None:
+        for name in ("max_num_seqs", "prefill_chunk_size", "max_num_batched_tokens"):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"{name} must be at least 1, got {getattr(self, name)}", param=name)
+        if self.max_model_len is not None and self.max_model_len < 1:
+            raise ConfigError(f"max_model_len must be at least 1, got {self.max_model_len}", param="max_model_len")
+        if self.prefill_chunk_size % self.cache.block_size:
+            raise ConfigError(
+                f"prefill_chunk_size {self.prefill_chunk_size} is not a multiple of block_size {self.cache.block_size}",
+                param="prefill_chunk_size",
+            )
+        if self.max_num_batched_tokens % self.prefill_chunk_size:
+            raise ConfigError(
+                f"max_num_batched_tokens {self.max_num_batched_tokens} is not a multiple of "
+                f"prefill_chunk_size {self.prefill_chunk_size}",
+                param="max_num_batched_tokens",
+            )
+        if self.dtype != "auto" and self.dtype not in DTYPE_BYTES:
+            raise ConfigError(f"dtype {self.dtype!r} is unknown; one of auto, {', '.join(DTYPE_BYTES)}", param="dtype")
+
+    @property
+    def chunks_per_step(self) -> int:
+        return self.max_num_batched_tokens // self.prefill_chunk_size
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SamplingParams:
+    """How one request picks tokens; vLLM's names and meanings. ``temperature=0`` is greedy.
+
+    ``max_tokens=None`` means what is left of the context and of the pool.
+    """
+
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0  # 0 or -1: all tokens
+    seed: int | None = None
+    max_tokens: int | None = 16
+    min_tokens: int = 0
+    stop: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
+    ignore_eos: bool = False
+
+    def __post_init__(self) -> None:
+        if isinstance(self.stop, str):
+            object.__setattr__(self, "stop", (self.stop,))
+        object.__setattr__(self, "stop", tuple(self.stop))
+        object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids))
+        self._require(self.temperature >= 0, "temperature", "must be at least 0")
+        self._require(0 < self.top_p <= 1, "top_p", "must lie in (0, 1]")
+        self._require(self.top_k >= -1, "top_k", "must be -1, 0 (both: all tokens) or positive")
+        if self.max_tokens is not None:
+            self._require(self.max_tokens >= 1, "max_tokens", "must be at least 1")
+            self._require(self.min_tokens <= self.max_tokens, "min_tokens", f"must be at most max_tokens {self.max_tokens}")
+        self._require(self.min_tokens >= 0, "min_tokens", "must be at least 0")
+        self._require(all(self.stop), "stop", "must not hold an empty string")
+
+    def _require(self, holds: bool, name: str, rule: str) -> None:
+        value: Any = getattr(self, name)
+        if not holds:
+            raise InvalidRequestError(f"{name} {rule}, got {value!r}", param=name)

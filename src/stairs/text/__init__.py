@@ -1,0 +1,1 @@
+"""Text at the border: tokens from text, chat templates, and text from a stream of tokens."""
