@@ -40,8 +40,14 @@ class ModelConfig:
     norm_eps: float
     activation: str  # "silu" (gated MLP) or "gelu_new" (plain MLP)
     rope_theta: float | None = None  # None: learned positions
+    rope_factors: tuple[float, ...] = ()  # frequency i is divided by factor i; empty: unscaled
+    rope_attention_factor: float = 1.0  # multiplies cos and sin (YaRN)
+    no_rope_layers: tuple[int, ...] = ()  # layers without position encoding (SmolLM3)
+    qk_norm: bool = False  # RMSNorm over head_dim of each q and k head, before rope (Qwen3)
+    sliding_window: int | None = None  # keys a row may see, itself included; None: all
     tie_word_embeddings: bool = False
-    attention_bias: bool = False
+    attention_bias: bool = False  # of the q, k and v projections
+    attention_output_bias: bool = False  # of the o projection
     mlp_bias: bool = False
     dtype: str = "float32"  # the dtype the checkpoint was saved in
     bos_token_id: int | None = None
@@ -60,6 +66,17 @@ class ModelConfig:
                 f"num_heads {self.num_heads} is not a multiple of num_kv_heads {self.num_kv_heads}",
                 param="num_kv_heads",
             )
+
+        if self.rope_factors and len(self.rope_factors) != self.head_dim // 2:
+            raise ConfigError(
+                f"rope_factors must hold head_dim / 2 = {self.head_dim // 2} values, got {len(self.rope_factors)}",
+                param="rope_factors",
+            )
+
+    @property
+    def context_length(self) -> int:
+        """Positions that full attention computes exactly: the trained context, or the window if less."""
+        return min(self.max_position_embeddings, self.sliding_window or self.max_position_embeddings)
 
     @property
     def group_size(self) -> int:
