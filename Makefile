@@ -1,0 +1,34 @@
+# make run     install Stairs, fetch the default model and watch it work
+# make test    run the tests          make check   format, lint, types, import rules
+# make bench   measure this machine   make clean   remove .venv and every cache
+#
+# Needs Python >= 3.11 and nothing else. PYTHON=python3.12 picks another interpreter.
+
+PYTHON ?= python3
+BIN := .venv/bin
+INSTALL := pyproject.toml constraints.txt scripts/install.py
+
+.PHONY: run test check bench clean
+
+run: .venv/.run
+	@$(BIN)/stairs pull
+	@$(BIN)/python examples/shared_prompt.py
+
+test: .venv/.dev
+	$(BIN)/python -m pytest $(TESTS)
+
+check: .venv/.dev
+	$(BIN)/python -m ruff check .
+	$(BIN)/python -m ruff format --check .
+	$(BIN)/python -m mypy
+	$(BIN)/python -c 'from importlinter.cli import lint_imports_command as lint; lint()'
+
+bench: .venv/.run
+	@for file in bench/*.py; do echo "$$file"; $(BIN)/python $$file || exit 1; done
+
+clean:
+	rm -rf .venv .mypy_cache .pytest_cache .ruff_cache .import_linter_cache .hypothesis build
+
+.venv/.run .venv/.dev: $(INSTALL)
+	@$(PYTHON) scripts/install.py $(subst .venv/.,,$@)
+	@touch $@
