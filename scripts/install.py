@@ -28,7 +28,7 @@ SIZES = {
 }
 TOOLS = "and 260 MB of test tools, 800 MB on disk"
 CUDA_HINT = (
-    "  Note: where pip's index has only torch's CUDA build (the usual case on Linux) it is about 3 GB.\n"
+    "  Note: where pip finds only torch's CUDA build (usual on Linux) that is about 3 GB more.\n"
     "  To take the CPU build, set PIP_EXTRA_INDEX_URL to PyTorch's CPU index and run this again."
 )
 
@@ -87,9 +87,9 @@ def constraints(kept: dict[str, object] | None, extra: str) -> Path:
 
 
 def main(purpose: str) -> None:
-    if sys.version_info < (3, 11):
+    if sys.version_info < (3, 11):  # noqa: UP036 - any Python may be handed to this script
         found = ".".join(map(str, sys.version_info[:3]))
-        sys.exit(f"Stairs needs Python 3.11 or newer and this is {found}: make run PYTHON=python3.12")
+        sys.exit(f"Stairs needs Python >= 3.11 and this is {found}: make run PYTHON=python3.12")
     kept = importable_torch()
     extra = "kept" if kept else "gpu" if nvidia_answers() else "cpu"
     download, disk = SIZES[extra]
