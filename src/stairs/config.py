@@ -83,6 +83,11 @@ class ModelConfig:
         """Query heads that share one K/V head: 1 is MHA, num_heads is MQA, between is GQA."""
         return self.num_heads // self.num_kv_heads
 
+    @property
+    def gated_mlp(self) -> bool:
+        """Three matrices (gate, up, down) rather than two; GPT-2's MLP is the plain one."""
+        return self.activation != "gelu_new"
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CacheConfig:
