@@ -1,1 +1,1 @@
-"""Exact attention: the law (reference, online), its implementations, and the choice between them."""
+"""Exact attention: the law (reference, online), its implementations, and their choice."""

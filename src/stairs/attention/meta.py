@@ -8,7 +8,6 @@ A decode is a sequence with one query; prefill chunks and decodes share one batc
 from __future__ import annotations
 
 from dataclasses import dataclass
-
 from typing import ClassVar
 
 from torch import Tensor

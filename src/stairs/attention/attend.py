@@ -1,0 +1,72 @@
+"""The engine's door: write this step's K and V into the pages, then attend over them.
+
+One call holds every sequence of the step, prefill chunks and decodes alike. All implementations
+compute softmax(scale * Q K^T) V over the same pairs, and add what their loops visited to
+``meta.counts``.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from stairs.attention.choose import choose
+from stairs.attention.meta import AttnMeta, LayerKV
+from stairs.attention.online import paged_online
+from stairs.attention.pages import write_kv
+from stairs.attention.reference import paged_reference
+from stairs.errors import ConfigError
+
+__all__ = ["attend", "write_kv"]
+
+
+def attend(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    layer_kv: LayerKV,
+    meta: AttnMeta,
+    *,
+    scale: float | None = None,
+    backend: str = "auto",
+) -> Tensor:
+    """q (T, H, D), k and v (T, G, D) of one dtype -> (T, H, D) in that dtype.
+
+    The pool may have another dtype; ``scale`` is 1/sqrt(D) when None.
+    Raises ConfigError for shapes or dtypes that do not fit, IndexError for a page outside the pool.
+    """
+    _check(q, k, v, layer_kv)
+    if scale is None:
+        scale = q.shape[-1] ** -0.5
+    choice = choose(backend=backend, device=q.device.type)
+    out = torch.empty_like(q, memory_format=torch.contiguous_format)
+    write_kv(k, v, layer_kv, meta)
+    if choice.implementation == "reference":
+        paged_reference(q, layer_kv, meta, scale=scale, out=out)
+    else:
+        paged_online(q, layer_kv, meta, scale=scale, tile=choice.tile, out=out)
+    return out
+
+
+def _check(q: Tensor, k: Tensor, v: Tensor, layer_kv: LayerKV) -> None:
+    num_tokens, num_heads, head_dim = q.shape
+    kv_heads = layer_kv.k.shape[1]
+    if num_heads % kv_heads:
+        raise ConfigError(
+            f"num_heads {num_heads} is not a multiple of num_kv_heads {kv_heads}",
+            param="num_kv_heads",
+        )
+    if k.shape != (num_tokens, kv_heads, head_dim) or v.shape != k.shape:
+        raise ConfigError(
+            f"k {tuple(k.shape)} and v {tuple(v.shape)} must both be "
+            f"{(num_tokens, kv_heads, head_dim)}",
+            param="head_dim",
+        )
+    if layer_kv.k.shape[3] != head_dim or layer_kv.v.shape != layer_kv.k.shape:
+        raise ConfigError(
+            f"the pool's head_dim {layer_kv.k.shape[3]} is not q's {head_dim}", param="head_dim"
+        )
+    if not q.dtype == k.dtype == v.dtype:
+        raise ConfigError(
+            f"q, k, v differ in dtype: {q.dtype}, {k.dtype}, {v.dtype}", param="dtype"
+        )

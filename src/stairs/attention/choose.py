@@ -1,0 +1,68 @@
+"""Which implementation runs a call, with which tile, and why: a pure function of host facts.
+
+Tuning is data here. A new kernel is one file, one row of ``IMPLEMENTATIONS`` and one branch.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from stairs.errors import ConfigError
+
+__all__ = ["IMPLEMENTATIONS", "Choice", "Tile", "choose", "score_bytes_held"]
+
+Implementation = Literal["reference", "online"]
+
+# How often a pass over scores leaves the inner loop for memory, by implementation.
+IMPLEMENTATIONS: dict[Implementation, tuple[str, ...]] = {
+    "reference": ("QK^T", "softmax", "times V"),
+    "online": ("QK^T, softmax and times V, tile by tile",),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Tile:
+    """Scores held at one time: queries x keys for each of ``heads`` query heads; None is all."""
+
+    queries: int | None = None
+    keys: int | None = None
+    heads: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    implementation: Implementation
+    tile: Tile
+    reason: str
+
+    @property
+    def trips(self) -> tuple[str, ...]:
+        """The passes over the scores that go through memory, in order."""
+        return IMPLEMENTATIONS[self.implementation]
+
+
+def choose(*, backend: str = "auto", device: str = "cpu") -> Choice:
+    """The implementation for a call on ``device``. Raises ConfigError for an unknown backend."""
+    if backend == "reference":
+        return Choice("reference", Tile(), "asked for: the whole score matrix is materialised")
+    if backend == "online":
+        return Choice("online", Tile(128, 128), "asked for: tiles of 128 queries x 128 keys")
+    if backend != "auto":
+        raise ConfigError(
+            f"attention_backend {backend!r} is unknown; one of auto, {', '.join(IMPLEMENTATIONS)}",
+            param="attention_backend",
+        )
+    return Choice("online", Tile(128, 128), f"the only tiled implementation on {device}")
+
+
+def score_bytes_held(choice: Choice, *, rows: int, keys: int, heads: int, itemsize: int) -> int:
+    """Peak bytes of scores in one call for a sequence of ``rows`` queries and ``keys`` keys.
+
+    rows x keys x heads x itemsize, each cut to the tile where the implementation has one.
+    """
+    tile = choice.tile
+    held = 1
+    for size, limit in ((rows, tile.queries), (keys, tile.keys), (heads, tile.heads)):
+        held *= size if limit is None else min(size, limit)
+    return held * itemsize
