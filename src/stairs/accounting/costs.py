@@ -70,7 +70,7 @@ def model_pairs(config: ModelConfig, new: int, context: int) -> int:
 
 
 def largest_step(work: Work) -> int:
-    """The largest rows x keys rectangle that one step of ``work`` holds; 0 without work."""
+    """The largest rows x keys rectangle among one request's steps; 0 without any."""
     return max((square_pairs(new, context) for new, context in work), default=0)
 
 
