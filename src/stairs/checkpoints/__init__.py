@@ -1,1 +1,1 @@
-"""Model files: where they come from, what they say, and their tensors; nothing in them is trusted."""
+"""Model files: where they come from, what they say, their tensors; nothing in them is trusted."""
