@@ -22,11 +22,11 @@ OLDEST_TORCH = (2, 11)
 
 # Measured on Linux x86-64 with Python 3.11: (download, on disk). Tools are the dev extra's share.
 SIZES = {
-    "kept": ("about 90 MB", "350 MB"),
-    "cpu": ("about 290 MB with a CPU build of torch", "1.2 GB"),
-    "gpu": ("about 3 GB", "7 GB"),
+    "kept": ("about 90 MB", "380 MB"),
+    "cpu": ("about 290 MB with a CPU build of torch", "1.3 GB"),
+    "gpu": ("about 3 GB", "6 GB"),
 }
-TOOLS = "and 260 MB of test tools, 800 MB on disk"
+TOOLS = "and 260 MB of test tools, 850 MB on disk"
 CUDA_HINT = (
     "  Note: where pip finds only torch's CUDA build (usual on Linux) that is about 3 GB more.\n"
     "  To take the CPU build, set PIP_EXTRA_INDEX_URL to PyTorch's CPU index and run this again."
@@ -61,8 +61,8 @@ def nvidia_answers() -> bool:
 
 
 def make_environment(kept: dict[str, object] | None) -> None:
-    works = PYTHON.exists() and not subprocess.run([PYTHON, "-m", "pip", "--version"]).returncode
-    if not works:
+    pip = [PYTHON, "-m", "pip", "--version"]
+    if not PYTHON.exists() or subprocess.run(pip, capture_output=True).returncode:
         print(f"Making {VENV.relative_to(ROOT)} with {sys.executable}", flush=True)
         try:
             venv.create(VENV, clear=True, with_pip=True)
