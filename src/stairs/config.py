@@ -69,14 +69,16 @@ class ModelConfig:
 
         if self.rope_factors and len(self.rope_factors) != self.head_dim // 2:
             raise ConfigError(
-                f"rope_factors must hold head_dim / 2 = {self.head_dim // 2} values, got {len(self.rope_factors)}",
+                f"rope_factors must hold head_dim / 2 = {self.head_dim // 2} values, "
+                f"got {len(self.rope_factors)}",
                 param="rope_factors",
             )
 
     @property
     def context_length(self) -> int:
-        """Positions that full attention computes exactly: the trained context, or the window if less."""
-        return min(self.max_position_embeddings, self.sliding_window or self.max_position_embeddings)
+        """Positions computed exactly: the trained ones, or the window if that is less."""
+        trained = self.max_position_embeddings
+        return min(trained, self.sliding_window or trained)
 
     @property
     def group_size(self) -> int:
@@ -91,7 +93,7 @@ class ModelConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CacheConfig:
-    """The K/V pool. ``num_blocks`` wins over ``memory_bytes``; both None means the engine's default."""
+    """The K/V pool. ``num_blocks`` wins over ``memory_bytes``; both None: the engine's default."""
 
     block_size: int = 16
     num_blocks: int | None = None
@@ -102,7 +104,9 @@ class CacheConfig:
 
     def __post_init__(self) -> None:
         if self.block_size < 1:
-            raise ConfigError(f"block_size must be at least 1, got {self.block_size}", param="block_size")
+            raise ConfigError(
+                f"block_size must be at least 1, got {self.block_size}", param="block_size"
+            )
         if self.dtype != "auto" and self.dtype not in DTYPE_BYTES:
             raise ConfigError(
                 f"kv_cache_dtype {self.dtype!r} is unknown; one of auto, {', '.join(DTYPE_BYTES)}",
@@ -131,14 +135,16 @@ class EngineConfig:
     cache: CacheConfig = field(default_factory=CacheConfig)
 
     def __post_init__(self) -> None:
-        for name in ("max_num_seqs", "prefill_chunk_size", "max_num_batched_tokens"):
-            if getattr(self, name) < 1:
-                raise ConfigError(f"{name} must be at least 1, got {getattr(self, name)}", param=name)
-        if self.max_model_len is not None and self.max_model_len < 1:
-            raise ConfigError(f"max_model_len must be at least 1, got {self.max_model_len}", param="max_model_len")
+        for name in (
+            "max_model_len", "max_num_seqs", "prefill_chunk_size", "max_num_batched_tokens"
+        ):  # fmt: skip
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ConfigError(f"{name} must be at least 1, got {value}", param=name)
         if self.prefill_chunk_size % self.cache.block_size:
             raise ConfigError(
-                f"prefill_chunk_size {self.prefill_chunk_size} is not a multiple of block_size {self.cache.block_size}",
+                f"prefill_chunk_size {self.prefill_chunk_size} is not a multiple of "
+                f"block_size {self.cache.block_size}",
                 param="prefill_chunk_size",
             )
         if self.max_num_batched_tokens % self.prefill_chunk_size:
@@ -148,7 +154,10 @@ class EngineConfig:
                 param="max_num_batched_tokens",
             )
         if self.dtype != "auto" and self.dtype not in DTYPE_BYTES:
-            raise ConfigError(f"dtype {self.dtype!r} is unknown; one of auto, {', '.join(DTYPE_BYTES)}", param="dtype")
+            raise ConfigError(
+                f"dtype {self.dtype!r} is unknown; one of auto, {', '.join(DTYPE_BYTES)}",
+                param="dtype",
+            )
 
     @property
     def chunks_per_step(self) -> int:
@@ -182,7 +191,11 @@ class SamplingParams:
         self._require(self.top_k >= -1, "top_k", "must be -1, 0 (both: all tokens) or positive")
         if self.max_tokens is not None:
             self._require(self.max_tokens >= 1, "max_tokens", "must be at least 1")
-            self._require(self.min_tokens <= self.max_tokens, "min_tokens", f"must be at most max_tokens {self.max_tokens}")
+            self._require(
+                self.min_tokens <= self.max_tokens,
+                "min_tokens",
+                f"must be at most max_tokens {self.max_tokens}",
+            )
         self._require(self.min_tokens >= 0, "min_tokens", "must be at least 0")
         self._require(all(self.stop), "stop", "must not hold an empty string")
 

@@ -2,7 +2,7 @@
 
 StairsError
 ├── InvalidRequestError       400  a request's field is wrong (``param`` names it)
-│   └── ContextLengthError    400  prompt (+ max_tokens) exceeds the context or can never fit the pool
+│   └── ContextLengthError    400  prompt (+ max_tokens) exceeds the context or the pool
 ├── ConfigError               400  an engine option or a model config that cannot be honoured
 ├── ModelNotFoundError        404  no such alias, file, folder or hub id
 ├── CheckpointError           422  a model file that is broken, hostile or of an unknown kind

@@ -1,1 +1,1 @@
-"""Counting: FLOPs, stored bytes and moved bytes, never mixed; each prediction has a counter beside it."""
+"""FLOPs, stored bytes and moved bytes, counted apart; each prediction has a counter beside it."""

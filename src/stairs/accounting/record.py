@@ -1,0 +1,117 @@
+"""One record a step, one row a sequence in it: everything shown anywhere sums these rows.
+
+``pairs`` is predicted from lengths alone; ``pairs_counted`` is what the kernels' loops visited.
+The same holds for K/V bytes. A pair is one (query token, key token) in one head of one layer; K/V
+bytes are over all layers. The phase is a sequence's state: a one-token chunk is still prefill.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass, fields
+from enum import IntEnum
+
+import numpy as np
+from numpy.typing import NDArray
+
+__all__ = ["ROW", "Ledger", "Phase", "StepRecord", "Totals"]
+
+
+class Phase(IntEnum):
+    PREFILL = 0
+    DECODE = 1
+
+
+ROW = np.dtype(
+    [
+        ("request", np.int64),
+        ("phase", np.int8),
+        ("new_tokens", np.int32),  # query rows fed = K/V rows computed
+        ("context", np.int32),  # keys visible to the last of them
+        ("cached_tokens", np.int32),  # K/V rows reused from the prefix cache, on the first row only
+        ("chunks", np.int32),
+        ("pairs", np.int64),
+        ("pairs_counted", np.int64),
+        ("kv_bytes_written", np.int64),
+        ("kv_bytes_written_counted", np.int64),
+        ("kv_bytes_read", np.int64),
+        ("kv_bytes_read_counted", np.int64),
+    ]
+)
+
+
+@dataclass(frozen=True, slots=True)
+class StepRecord:
+    """``rows``: structured array of ``ROW``, one entry a sequence of the step. Times in seconds;
+    ``host_seconds`` is the step without the forward pass, ``device_seconds`` the forward pass."""
+
+    step: int
+    rows: NDArray[np.void]
+    host_seconds: float
+    device_seconds: float
+    num_preempted: int
+    blocks_owned: int
+    blocks_cached: int
+
+
+@dataclass(slots=True)
+class Totals:
+    """Sums over rows, and over steps for ``steps`` and ``largest_step``.
+
+    ``largest_step`` is the most score-matrix cells any one step held: sum over its sequences of
+    rows x keys, in one head of one layer.
+    """
+
+    steps: int = 0
+    new_tokens: int = 0
+    cached_tokens: int = 0
+    chunks: int = 0
+    pairs: int = 0
+    pairs_counted: int = 0
+    kv_bytes_written: int = 0
+    kv_bytes_written_counted: int = 0
+    kv_bytes_read: int = 0
+    kv_bytes_read_counted: int = 0
+    largest_step: int = 0
+    host_seconds: float = 0.0
+    device_seconds: float = 0.0
+
+    def add(self, record: StepRecord, rows: NDArray[np.void]) -> None:
+        """Add ``rows``, a selection of ``record.rows``. A step's time counts once in each
+        selection that took part in it: two phases of one mixed step share it."""
+        if not len(rows):
+            return
+        self.steps += 1
+        for name in _SUMMED:
+            setattr(self, name, getattr(self, name) + int(rows[name].sum()))
+        cells = int((rows["new_tokens"].astype(np.int64) * rows["context"]).sum())
+        self.largest_step = max(self.largest_step, cells)
+        self.host_seconds += record.host_seconds
+        self.device_seconds += record.device_seconds
+
+
+_SUMMED = tuple(f.name for f in fields(Totals) if f.name in (ROW.names or ()))
+
+
+class Ledger:
+    """The engine's records: the newest ``keep`` of them whole, and sums over all of them."""
+
+    def __init__(self, *, keep: int = 4096) -> None:
+        self.records: deque[StepRecord] = deque(maxlen=keep)
+        self.total = Totals()
+        self.by_phase = {phase: Totals() for phase in Phase}
+
+    def append(self, record: StepRecord) -> None:
+        self.records.append(record)
+        self.total.add(record, record.rows)
+        for phase, totals in self.by_phase.items():
+            totals.add(record, record.rows[record.rows["phase"] == phase])
+
+    def request(self, request: int) -> dict[Phase, Totals]:
+        """Sums of one request's rows by phase, over the records still kept."""
+        sums = {phase: Totals() for phase in Phase}
+        for record in self.records:
+            rows = record.rows[record.rows["request"] == request]
+            for row in rows:
+                sums[Phase(row["phase"])].add(record, rows)
+        return sums

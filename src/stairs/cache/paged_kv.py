@@ -1,0 +1,47 @@
+"""The tensors behind the block ids: per layer k and v of (num_blocks, kv_heads, block_size,
+head_dim).
+
+One head's block is contiguous, so a kernel reads it in one run. The pages are not touched when
+they are allocated: what a block held before is never read, because lengths bound every read.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from stairs.attention.meta import LayerKV
+
+__all__ = ["PagedKV"]
+
+
+class PagedKV:
+    """K and V of all layers: 2 x layers x blocks x kv_heads x block_size x head_dim values."""
+
+    def __init__(
+        self,
+        num_blocks: int,
+        block_size: int,
+        *,
+        num_layers: int,
+        num_kv_heads: int,
+        head_dim: int,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        shape = (num_blocks, num_kv_heads, block_size, head_dim)
+        self.layers = [
+            LayerKV(
+                torch.empty(shape, dtype=dtype, device=device),
+                torch.empty(shape, dtype=dtype, device=device),
+            )
+            for _ in range(num_layers)
+        ]
+
+    @property
+    def nbytes(self) -> int:
+        return sum(layer.k.nbytes + layer.v.nbytes for layer in self.layers)
+
+    @property
+    def block_nbytes(self) -> int:
+        """Bytes of one block over all layers, K and V."""
+        return sum(layer.k[0].nbytes + layer.v[0].nbytes for layer in self.layers)

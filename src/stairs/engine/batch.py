@@ -1,0 +1,101 @@
+"""From a step's plan to its tensors: the one place where lists become tensors.
+
+The batch is persistent: a sequence owns a row from its first step until it leaves, and its block
+table is changed by difference, never rebuilt. Axes as in attention/meta.py: T tokens fed,
+S sequences of the step, P pages of the longest table.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from stairs.attention.meta import AttnMeta
+from stairs.engine.scheduler import StepPlan
+from stairs.engine.sequence import Sequence, Status
+
+__all__ = ["Batch", "StepBatch"]
+
+
+@dataclass(frozen=True, slots=True)
+class StepBatch:
+    ids: Tensor  # (T,) int64
+    positions: Tensor  # (T,) int64
+    meta: AttnMeta
+    logit_rows: Tensor  # (R,) int64  rows of T whose logits are wanted
+    sampled: tuple[Sequence, ...]  # (R,) the sequences they belong to
+
+
+class Batch:
+    """Block tables of up to ``max_num_seqs`` sequences of at most ``max_blocks`` blocks."""
+
+    def __init__(
+        self, max_num_seqs: int, max_blocks: int, *, block_size: int, device: torch.device
+    ) -> None:
+        self.block_size = block_size
+        self.device = device
+        self._table = np.full((max_num_seqs, max_blocks), -1, dtype=np.int32)
+        self._rows: dict[Sequence, int] = {}
+        self._filled: dict[Sequence, int] = {}  # blocks of each sequence already in its row
+        self._free = list(range(max_num_seqs - 1, -1, -1))
+
+    def build(self, plan: StepPlan) -> StepBatch:
+        """Tensors of one step; call before ``commit`` changes the sequences."""
+        self._drop_absent(plan)
+        sequences = [item.sequence for item in plan.work]
+        start = np.array([s.num_computed for s in sequences], dtype=np.int64)
+        num_new = np.array([item.num_new for item in plan.work], dtype=np.int64)
+        kv_len = start + num_new
+        cu_q = np.concatenate(([0], np.cumsum(num_new)))
+        rows = np.array([self._row(s) for s in sequences])
+        pages = -(-int(kv_len.max()) // self.block_size)
+        table = self._table[rows, :pages]
+
+        ids = np.empty(cu_q[-1], dtype=np.int64)
+        for s, item in enumerate(plan.work):
+            ids[cu_q[s] : cu_q[s + 1]] = item.sequence.tokens[start[s] : kv_len[s]]
+        positions = np.arange(cu_q[-1]) + np.repeat(start - cu_q[:-1], num_new)
+        page = np.repeat(table, num_new, axis=0)[np.arange(len(ids)), positions // self.block_size]
+        slots = page.astype(np.int64) * self.block_size + positions % self.block_size
+        samples = np.array([item.samples for item in plan.work])
+        meta = AttnMeta(
+            cu_q=self._tensor(cu_q.astype(np.int32)),
+            kv_len=self._tensor(kv_len.astype(np.int32)),
+            block_table=self._tensor(table),
+            slots=self._tensor(slots),
+            counts=torch.zeros((len(sequences), 3), dtype=torch.int64, device=self.device),
+            max_q=int(num_new.max()),
+            max_kv=int(kv_len.max()),
+        )
+        return StepBatch(
+            ids=self._tensor(ids),
+            positions=self._tensor(positions),
+            meta=meta,
+            logit_rows=self._tensor(cu_q[1:][samples] - 1),
+            sampled=tuple(item.sequence for item in plan.work if item.samples),
+        )
+
+    def _tensor(self, array: np.ndarray) -> Tensor:
+        return torch.from_numpy(np.ascontiguousarray(array)).to(self.device)
+
+    def _row(self, sequence: Sequence) -> int:
+        if sequence not in self._rows:
+            self._rows[sequence] = self._free.pop()
+            self._filled[sequence] = 0
+        row, filled = self._rows[sequence], self._filled[sequence]
+        new = sequence.blocks[filled:]
+        if new:
+            self._table[row, filled : filled + len(new)] = new
+            self._filled[sequence] = filled + len(new)
+        return row
+
+    def _drop_absent(self, plan: StepPlan) -> None:
+        """Give back the rows of sequences that finished or were preempted since the last step."""
+        gone = [s for s in self._rows if s.status is not Status.RUNNING]
+        gone += [s for s in plan.preempted if s in self._rows and s not in gone]
+        for sequence in gone:
+            self._free.append(self._rows.pop(sequence))
+            del self._filled[sequence]

@@ -1,0 +1,266 @@
+"""The engine: requests in as token ids, tokens out as events, one step at a time.
+
+It knows nothing of text. One thread calls it.
+"""
+
+from __future__ import annotations
+
+import secrets
+import time
+from collections.abc import Sequence as Tokens
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from stairs.accounting import costs
+from stairs.accounting.record import ROW, Ledger, StepRecord
+from stairs.attention.meta import AttnMeta
+from stairs.cache.blocks import BlockPool
+from stairs.cache.paged_kv import PagedKV
+from stairs.cache.prefix import Pin, PrefixCache
+from stairs.config import EngineConfig, ModelConfig, SamplingParams
+from stairs.engine.batch import Batch, StepBatch
+from stairs.engine.runner import Runner
+from stairs.engine.sampling import sample
+from stairs.engine.scheduler import Scheduler, StepPlan
+from stairs.engine.sequence import FinishReason, Sequence
+from stairs.errors import ContextLengthError, InvalidRequestError
+from stairs.models.registry import Model
+
+__all__ = ["Engine", "TokenEvent"]
+
+
+@dataclass(frozen=True, slots=True)
+class TokenEvent:
+    """One new token of a request; ``finish_reason`` on its last. A prefix computed ahead ends
+    with a single event without a token."""
+
+    request: int
+    token: int | None
+    finish_reason: FinishReason | None
+
+
+class Engine:
+    """Scheduler, batch, model and cache, put together by ``engine.build.build_engine``."""
+
+    def __init__(
+        self, model: Model, kv: PagedKV, *, model_config: ModelConfig, config: EngineConfig
+    ) -> None:
+        assert config.cache.num_blocks is not None and config.max_model_len is not None
+        self.model_config = model_config
+        self.config = config
+        self.max_model_len = config.max_model_len
+        self.kv = kv
+        self.pool = BlockPool(config.cache.num_blocks)
+        self.prefix = PrefixCache(self.pool, config.cache.block_size)
+        self.max_pinned_blocks = int(config.cache.num_blocks * config.cache.pin_memory_fraction)
+        self.scheduler = Scheduler(config, self.pool, self.prefix)
+        self.runner = Runner(model, kv)
+        self.ledger = Ledger()
+        self._batch = Batch(
+            config.max_num_seqs,
+            costs.blocks_for(self.max_model_len, config.cache.block_size),
+            block_size=config.cache.block_size,
+            device=kv.layers[0].k.device,
+        )
+        self._live: dict[int, Sequence] = {}
+        self._prefix_names: dict[int, str] = {}
+        self._num_requests = 0
+        self._num_steps = 0
+
+    # -- requests ---------------------------------------------------------------------------
+
+    def add(self, tokens: Tokens[int], sampling: SamplingParams, *, salt: str | None = None) -> int:
+        """Queue a request; returns its number. ``salt`` keeps its prefix from other salts' users.
+
+        Raises InvalidRequestError, or ContextLengthError for one that can never run to its end.
+        """
+        self._check_prompt(tokens)
+        eos = () if sampling.ignore_eos else self.model_config.eos_token_ids
+        sequence = Sequence(
+            request=self._num_requests,
+            tokens=list(tokens),
+            sampling=sampling,
+            max_tokens=self._max_tokens(len(tokens), sampling.max_tokens),
+            stop_ids=frozenset((*eos, *sampling.stop_token_ids)),
+            seed=secrets.randbits(63) if sampling.seed is None else sampling.seed % 2**64,
+            salt=salt,
+        )
+        return self._queue(sequence)
+
+    def add_prefix(self, name: str, tokens: Tokens[int], *, salt: str | None = None) -> int:
+        """Queue a prefix to be computed ahead; it is pinned as ``name`` when its event comes.
+
+        Only whole blocks are kept: the tail of ``tokens`` is recomputed by every request.
+        """
+        self._check_prompt(tokens)
+        if name in self.prefix.pins or name in self._prefix_names.values():
+            raise InvalidRequestError(f"prefix {name!r} is already pinned", param="name")
+        if not self.config.cache.enable_prefix_caching:
+            raise InvalidRequestError(
+                "pinning needs the prefix cache; enable_prefix_caching is off", param="name"
+            )
+        size = self.config.cache.block_size
+        num_blocks = len(tokens) // size
+        if num_blocks == 0:
+            raise InvalidRequestError(
+                f"prefix {name!r} has {len(tokens)} tokens; the smallest that can be shared is one "
+                f"block of {size}",
+                param="prompt",
+            )
+        self._check_pin_fits(name, num_blocks)
+        sequence = Sequence(
+            request=self._num_requests,
+            tokens=list(tokens[: num_blocks * size]),
+            sampling=SamplingParams(),
+            max_tokens=0,
+            stop_ids=frozenset(),
+            seed=0,
+            salt=salt,
+            prefill_only=True,
+        )
+        request = self._queue(sequence)
+        self._prefix_names[request] = name
+        return request
+
+    def unpin(self, name: str) -> Pin:
+        return self.prefix.unpin(name)
+
+    def abort(self, request: int) -> None:
+        """Drop a request; unknown or finished ones are ignored, as they may have just ended."""
+        if self._live.pop(request, None) is not None:
+            self._prefix_names.pop(request, None)
+            self.scheduler.abort(request)
+
+    def sequence(self, request: int) -> Sequence:
+        """A live request's state, for reading only."""
+        return self._live[request]
+
+    @property
+    def has_work(self) -> bool:
+        return bool(self._live)
+
+    # -- a step -----------------------------------------------------------------------------
+
+    def step(self) -> list[TokenEvent]:
+        """Run one step over whatever is queued or running."""
+        begin = time.perf_counter()
+        plan = self.scheduler.schedule()
+        if not plan.work:
+            return []
+        batch = self._batch.build(plan)
+        launched = time.perf_counter()
+        logits = self.runner.forward(batch)
+        forwarded = time.perf_counter()
+        tokens = sample(logits, batch.sampled)
+        rows = self._rows(plan, batch)
+        done = self.scheduler.commit(plan, tokens)
+        events = [self._event(sequence, token) for sequence, token in done]
+        device_seconds = forwarded - launched
+        self._num_steps += 1
+        self.ledger.append(
+            StepRecord(
+                step=self._num_steps,
+                rows=rows,
+                host_seconds=time.perf_counter() - begin - device_seconds,
+                device_seconds=device_seconds,
+                num_preempted=len(plan.preempted),
+                blocks_owned=self.pool.num_owned,
+                blocks_cached=self.pool.num_cached,
+            )
+        )
+        return events
+
+    def _event(self, sequence: Sequence, token: int | None) -> TokenEvent:
+        if token is None:
+            name = self._prefix_names.pop(sequence.request)
+            self.prefix.pin(name, sequence.tokens, sequence.entries, salt=sequence.salt)
+            self.scheduler.release(sequence)
+        if sequence.finish_reason is not None:
+            del self._live[sequence.request]
+        return TokenEvent(sequence.request, token, sequence.finish_reason)
+
+    def _rows(self, plan: StepPlan, batch: StepBatch) -> NDArray[np.void]:
+        """Predictions from lengths, beside what the kernels counted."""
+        c = self.model_config
+        rows = np.zeros(len(plan.work), dtype=ROW)
+        counts = batch.meta.counts.cpu().numpy()
+        per_token = costs.kv_bytes_per_token(c, self.kv.layers[0].k.element_size())
+        for row, item in zip(rows, plan.work, strict=True):
+            sequence = item.sequence
+            context = sequence.num_computed + item.num_new
+            first = sequence.num_computed == sequence.num_cached
+            row["request"] = sequence.request
+            row["phase"] = item.phase
+            row["new_tokens"] = item.num_new
+            row["context"] = context
+            row["cached_tokens"] = sequence.num_cached if first else 0
+            row["chunks"] = item.num_chunks
+            row["pairs"] = costs.causal_pairs(item.num_new, context)
+            row["kv_bytes_written"] = item.num_new * per_token
+            row["kv_bytes_read"] = context * per_token
+        pairs, rest = np.divmod(counts[:, AttnMeta.PAIRS], c.num_layers * c.num_heads)
+        assert not rest.any(), "layers or heads disagree on the pairs they visited"
+        rows["pairs_counted"] = pairs
+        rows["kv_bytes_written_counted"] = counts[:, AttnMeta.KV_BYTES_WRITTEN]
+        rows["kv_bytes_read_counted"] = counts[:, AttnMeta.KV_BYTES_READ]
+        return rows
+
+    # -- admission --------------------------------------------------------------------------
+
+    def _queue(self, sequence: Sequence) -> int:
+        self.scheduler.add(sequence)
+        self._live[sequence.request] = sequence
+        self._num_requests += 1
+        return sequence.request
+
+    def _check_prompt(self, tokens: Tokens[int]) -> None:
+        if not tokens:
+            raise InvalidRequestError("the prompt is empty", param="prompt")
+        vocab_size = self.model_config.vocab_size
+        if min(tokens) < 0 or max(tokens) >= vocab_size:
+            wrong = next(t for t in tokens if not 0 <= t < vocab_size)
+            raise InvalidRequestError(
+                f"token id {wrong} is outside the vocabulary of {vocab_size}", param="prompt"
+            )
+        if len(tokens) >= self.max_model_len:
+            raise ContextLengthError(
+                f"the prompt has {len(tokens)} tokens; the context holds {self.max_model_len} and "
+                f"needs room for at least one more",
+                param="prompt",
+            )
+
+    def _max_tokens(self, num_prompt: int, asked: int | None) -> int:
+        if asked is not None:
+            if num_prompt + asked > self.max_model_len:
+                raise ContextLengthError(
+                    f"prompt of {num_prompt} tokens plus max_tokens {asked} exceeds the context of "
+                    f"{self.max_model_len}",
+                    param="max_tokens",
+                )
+            return asked
+        # The last token is never fed, so it needs no place in the pool.
+        pool = self.scheduler.num_usable_blocks * self.config.cache.block_size + 1
+        return max(min(self.max_model_len, pool) - num_prompt, 1)
+
+    def _check_pin_fits(self, name: str, num_blocks: int) -> None:
+        coming = sum(
+            len(self._live[request].tokens) // self.config.cache.block_size
+            for request in self._prefix_names
+        )
+        total = self.prefix.num_pinned_blocks + coming + num_blocks
+        limit = self.max_pinned_blocks
+        if total > limit:
+            raise InvalidRequestError(
+                f"prefix {name!r} needs {num_blocks} blocks; pinned prefixes would hold {total} of "
+                f"at most {limit} (pin_memory_fraction of the pool)",
+                param="name",
+            )
+        room = self.pool.num_blocks - self.scheduler.num_needed_blocks
+        if total > room:
+            raise InvalidRequestError(
+                f"prefix {name!r} needs {num_blocks} blocks; a running request may need all but "
+                f"{room} of the pool",
+                param="name",
+            )

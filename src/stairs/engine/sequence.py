@@ -1,0 +1,73 @@
+"""One request inside the engine: its tokens, its blocks, and how far it has come.
+
+    tokens   [ prompt ......................... | generated ... ]
+             0          num_cached    num_computed          len(tokens)
+             [ reused K/V | written K/V          | to be fed    )
+
+A sequence is in prefill while ``num_computed < prefill_end`` (all tokens it had when it was last
+admitted: after a preemption the generated ones are recomputed too), else in decode.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import Enum
+
+from stairs.accounting.record import Phase
+from stairs.cache.prefix import Entry
+from stairs.config import SamplingParams
+
+__all__ = ["FinishReason", "Sequence", "Status"]
+
+
+class Status(Enum):
+    WAITING = "waiting"
+    RUNNING = "running"
+    FINISHED = "finished"
+
+
+class FinishReason(Enum):
+    STOP = "stop"
+    LENGTH = "length"
+    ABORT = "abort"
+    PREFIX = "prefix"  # a prefill-only sequence whose K/V are all written
+
+
+@dataclass(slots=True, eq=False)
+class Sequence:
+    request: int
+    tokens: list[int]
+    sampling: SamplingParams
+    max_tokens: int
+    stop_ids: frozenset[int]
+    seed: int
+    salt: str | None = None
+    prefill_only: bool = False  # a prefix computed ahead: nothing is sampled
+
+    num_prompt_tokens: int = field(init=False)
+    status: Status = Status.WAITING
+    finish_reason: FinishReason | None = None
+    blocks: list[int] = field(default_factory=list)
+    entries: list[Entry] = field(default_factory=list)  # published blocks, one per full block
+    num_computed: int = 0
+    num_cached: int = 0  # of the last admission
+    num_cached_prompt: int = 0  # of the first one: what the user is told
+    prefill_end: int = 0
+    num_preemptions: int = 0
+
+    def __post_init__(self) -> None:
+        self.num_prompt_tokens = len(self.tokens)
+        self.prefill_end = len(self.tokens)
+
+    @property
+    def phase(self) -> Phase:
+        return Phase.PREFILL if self.num_computed < self.prefill_end else Phase.DECODE
+
+    @property
+    def num_generated(self) -> int:
+        return len(self.tokens) - self.num_prompt_tokens
+
+    @property
+    def max_computed(self) -> int:
+        """Most K/V rows it can ever hold: the last token it generates is never fed."""
+        return self.num_prompt_tokens + max(self.max_tokens - 1, 0)

@@ -1,0 +1,87 @@
+"""GPT-2: LayerNorm, learned positions, one fused qkv product, as many K/V heads as query heads.
+
+Its products are stored as (in, out); they are turned once, at load. Axes as in layers.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch.nn.functional as F
+from torch import Tensor
+
+from stairs.attention.attend import attend
+from stairs.attention.meta import AttnMeta, LayerKV
+from stairs.config import ModelConfig
+from stairs.models.layers import ACTIVATIONS, LayerNorm, Linear
+from stairs.models.weights import Weights
+
+__all__ = ["GPT2"]
+
+
+@dataclass(frozen=True, slots=True)
+class Layer:
+    attention_norm: LayerNorm
+    qkv: Linear
+    output: Linear
+    mlp_norm: LayerNorm
+    up: Linear
+    down: Linear
+
+
+class GPT2:
+    def __init__(self, config: ModelConfig, weights: Weights, *, attention_backend: str) -> None:
+        self.config = config
+        self.attention_backend = attention_backend
+        c = config
+        self.embedding = weights.take("wte.weight", c.vocab_size, c.hidden_size)
+        self.positions = weights.take("wpe.weight", c.max_position_embeddings, c.hidden_size)
+        self.layers = [_layer(config, weights, f"h.{i}") for i in range(c.num_layers)]
+        self.norm = _norm(config, weights, "ln_f")
+        head = self.embedding
+        if not c.tie_word_embeddings:
+            head = weights.take("lm_head.weight", c.vocab_size, c.hidden_size)
+        self.head = Linear(head)
+        weights.finish()
+
+    def forward(
+        self, ids: Tensor, positions: Tensor, kv: Sequence[LayerKV], meta: AttnMeta
+    ) -> Tensor:
+        """ids, positions (T,) -> hidden states (T, C) after the last norm; K/V are written."""
+        c = self.config
+        x = F.embedding(ids, self.embedding) + F.embedding(positions, self.positions)
+        for layer, layer_kv in zip(self.layers, kv, strict=True):
+            heads = layer.qkv(layer.attention_norm(x)).view(len(x), 3, c.num_heads, c.head_dim)
+            q, k, v = heads.unbind(dim=1)
+            out = attend(q, k, v, layer_kv, meta, backend=self.attention_backend)
+            x = x + layer.output(out.reshape(len(x), -1))
+            x = x + layer.down(ACTIVATIONS[c.activation](layer.up(layer.mlp_norm(x))))
+        return self.norm(x)
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """(R, C) -> (R, V)."""
+        return self.head(hidden)
+
+
+def _norm(config: ModelConfig, weights: Weights, name: str) -> LayerNorm:
+    size = config.hidden_size
+    weight, bias = weights.take(f"{name}.weight", size), weights.take(f"{name}.bias", size)
+    return LayerNorm(weight, bias, config.norm_eps)
+
+
+def _linear(weights: Weights, name: str, columns: int, rows: int) -> Linear:
+    weight = weights.take(f"{name}.weight", columns, rows)
+    return Linear(weight.t().contiguous(), weights.take(f"{name}.bias", rows))
+
+
+def _layer(c: ModelConfig, weights: Weights, prefix: str) -> Layer:
+    size = c.hidden_size
+    return Layer(
+        attention_norm=_norm(c, weights, f"{prefix}.ln_1"),
+        qkv=_linear(weights, f"{prefix}.attn.c_attn", size, 3 * size),
+        output=_linear(weights, f"{prefix}.attn.c_proj", size, size),
+        mlp_norm=_norm(c, weights, f"{prefix}.ln_2"),
+        up=_linear(weights, f"{prefix}.mlp.c_fc", size, c.intermediate_size),
+        down=_linear(weights, f"{prefix}.mlp.c_proj", c.intermediate_size, size),
+    )

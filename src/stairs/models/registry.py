@@ -1,0 +1,58 @@
+"""Which class runs which model_type: one row a family."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from stairs.attention.meta import AttnMeta, LayerKV
+from stairs.config import ModelConfig
+from stairs.errors import ConfigError
+from stairs.models.gpt2 import GPT2
+from stairs.models.llama import Llama
+from stairs.models.weights import TensorSource, Weights
+
+__all__ = ["MODELS", "Model", "build_model"]
+
+
+class Model(Protocol):
+    def forward(
+        self, ids: Tensor, positions: Tensor, kv: Sequence[LayerKV], meta: AttnMeta
+    ) -> Tensor: ...
+
+    def logits(self, hidden: Tensor) -> Tensor: ...
+
+
+MODELS: dict[str, type[GPT2] | type[Llama]] = {
+    "gpt2": GPT2,
+    "llama": Llama,
+    "mistral": Llama,
+    "qwen2": Llama,
+    "qwen3": Llama,
+    "smollm3": Llama,
+}
+
+
+def build_model(
+    config: ModelConfig,
+    source: TensorSource,
+    *,
+    dtype: torch.dtype,
+    device: torch.device,
+    attention_backend: str = "auto",
+) -> Model:
+    """Load all weights of ``source`` in ``dtype`` onto ``device``.
+
+    Raises ConfigError for a model_type without a row, CheckpointError for a missing, unknown or
+    misshapen tensor.
+    """
+    if config.model_type not in MODELS:
+        raise ConfigError(
+            f"model_type {config.model_type!r} cannot be run; one of {', '.join(MODELS)}",
+            param="model_type",
+        )
+    weights = Weights(source, dtype=dtype, device=device)
+    return MODELS[config.model_type](config, weights, attention_backend=attention_backend)
