@@ -15,6 +15,8 @@ __all__ = [
     "DTYPE_BYTES",
     "CacheConfig",
     "EngineConfig",
+    "MLAConfig",
+    "MoEConfig",
     "ModelConfig",
     "SamplingParams",
 ]
@@ -22,6 +24,42 @@ __all__ = [
 DTYPE_BYTES: Mapping[str, int] = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
 
 AttentionBackend = Literal["auto", "reference", "online", "cpu"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MoEConfig:
+    """Layers whose MLP is ``experts_per_token`` of ``num_experts`` small ones, and a shared one."""
+
+    num_experts: int
+    experts_per_token: int
+    expert_size: int  # intermediate size of one expert
+    shared_size: int = 0  # of the expert every token passes through; 0: none
+    num_dense_layers: int = 0  # the first layers keep a plain MLP of intermediate_size
+    expert_bias: bool = False
+    router_bias: bool = False
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.experts_per_token <= self.num_experts:
+            raise ConfigError(
+                f"experts_per_token {self.experts_per_token} must lie in 1 to num_experts "
+                f"{self.num_experts}",
+                param="experts_per_token",
+            )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MLAConfig:
+    """Latent attention: one latent of ``kv_lora_rank`` and one rope key are stored for all heads.
+
+    A head's q and k are ``nope_head_dim + rope_head_dim`` wide (ModelConfig.head_dim), its v is
+    ``v_head_dim``.
+    """
+
+    kv_lora_rank: int
+    nope_head_dim: int
+    rope_head_dim: int
+    v_head_dim: int
+    q_lora_rank: int | None = None  # None: q is projected directly
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,6 +83,12 @@ class ModelConfig:
     no_rope_layers: tuple[int, ...] = ()  # layers without position encoding (SmolLM3)
     qk_norm: bool = False  # RMSNorm over head_dim of each q and k head, before rope (Qwen3)
     sliding_window: int | None = None  # keys a row may see, itself included; None: all
+    full_attention_layers: int = 0  # of num_layers, those the window does not bind
+    norms_per_layer: int = 2
+    attention_sinks: bool = False  # one learned score a query head (gpt-oss)
+    moe: MoEConfig | None = None
+    mla: MLAConfig | None = None
+    weight_format: str | None = None  # how the checkpoint packs its matrices: "fp8", "mxfp4"
     tie_word_embeddings: bool = False
     attention_bias: bool = False  # of the q, k and v projections
     attention_output_bias: bool = False  # of the o projection
@@ -66,7 +110,12 @@ class ModelConfig:
                 f"num_heads {self.num_heads} is not a multiple of num_kv_heads {self.num_kv_heads}",
                 param="num_kv_heads",
             )
-
+        if not 0 <= self.full_attention_layers <= self.num_layers:
+            raise ConfigError(
+                f"full_attention_layers {self.full_attention_layers} exceeds num_layers "
+                f"{self.num_layers}",
+                param="full_attention_layers",
+            )
         if self.rope_factors and len(self.rope_factors) != self.head_dim // 2:
             raise ConfigError(
                 f"rope_factors must hold head_dim / 2 = {self.head_dim // 2} values, "

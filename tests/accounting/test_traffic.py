@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from stairs.accounting import traffic
+from stairs.accounting import costs, traffic
 from stairs.config import ModelConfig
 
 GIB = 2**30
@@ -41,11 +41,13 @@ def test_llama_decode_moves_16_gb_and_does_one_flop_a_byte(llama_8b: ModelConfig
         llama_8b,
         [(1, 8192)],
         logits_rows=1,
-        weight_itemsize=2,
+        itemsize=2,
         kv_itemsize=2,
-        activation_itemsize=2,
     )
-    assert round(sum(moved.values()) / 1e9, 2) == 16.09
+    without_activations = sum(moved.values()) - moved["activations"]
+    assert round(without_activations / 1e9, 2) == 16.08
+    macs = costs.step_macs(llama_8b, [(1, 8192)], logits_rows=1)
+    assert round(costs.flops(macs) / without_activations, 1) == 1.2
     assert moved["kv_read"] == 2**30
     assert moved["kv_written"] == 128 * 1024
     assert moved["scores"] == 0
@@ -56,9 +58,8 @@ def test_materialised_scores_and_activations_are_lines_of_their_own(gpt2: ModelC
         gpt2,
         [(4, 10), (1, 7)],
         logits_rows=2,
-        weight_itemsize=4,
+        itemsize=4,
         kv_itemsize=4,
-        activation_itemsize=4,
         score_kernels=traffic.STANDARD_KERNELS,
     )
     assert moved["scores"] == 4 * 4 * 12 * 12 * (4 * 10 + 1 * 7)
@@ -70,7 +71,5 @@ def test_materialised_scores_and_activations_are_lines_of_their_own(gpt2: ModelC
 
 
 def test_a_step_without_logits_reads_no_head(gpt2: ModelConfig) -> None:
-    moved = traffic.step_moved_bytes(
-        gpt2, [(4, 4)], logits_rows=0, weight_itemsize=4, kv_itemsize=4, activation_itemsize=4
-    )
+    moved = traffic.step_moved_bytes(gpt2, [(4, 4)], logits_rows=0, itemsize=4, kv_itemsize=4)
     assert (moved["head"], moved["logits"]) == (0, 0)

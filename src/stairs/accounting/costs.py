@@ -16,6 +16,7 @@ from stairs.config import ModelConfig
 
 __all__ = [
     "Convention",
+    "LatentForm",
     "Work",
     "attention_groups",
     "attention_macs",
@@ -25,6 +26,7 @@ __all__ = [
     "flops",
     "head_macs",
     "kv_bytes_per_token",
+    "kv_fixed_and_growing",
     "kv_pool_bytes",
     "kv_sequence_bytes",
     "kv_values_per_token",
@@ -32,6 +34,7 @@ __all__ = [
     "largest_step",
     "linear_macs",
     "model_pairs",
+    "moe_layers",
     "prefill_steps",
     "prefix_hit",
     "score_bytes",
@@ -41,6 +44,7 @@ __all__ = [
 
 Work = Sequence[tuple[int, int]]
 Convention = Literal["causal", "square"]
+LatentForm = Literal["absorbed", "expanded"]  # MLA only: attend over latents, or over K and V
 
 
 # Pairs
@@ -76,7 +80,11 @@ def largest_step(work: Work) -> int:
 
 def attention_groups(config: ModelConfig) -> tuple[tuple[int, int | None], ...]:
     """(layers, window) of each kind of layer; window None sees everything before it."""
-    return ((config.num_layers, None),)
+    if config.sliding_window is None:
+        return ((config.num_layers, None),)
+    full = config.full_attention_layers
+    groups = ((full, None), (config.num_layers - full, config.sliding_window))
+    return tuple((layers, window) for layers, window in groups if layers)
 
 
 # Steps of one request
@@ -121,17 +129,44 @@ def prefix_hit(shared: int, prompt: int, *, block_size: int) -> int:
 def linear_macs(config: ModelConfig) -> dict[str, int]:
     """MACs of one token in the linear layers by part, all layers, without the head.
 
-    q: D·H·d, k and v: D·K·d each, o: H·d·D, mlp: 3·D·F gated and 2·D·F plain.
+    q: D·H·d, k and v: D·K·d each, o: H·d·D, mlp: 3·D·F gated and 2·D·F plain. MoE: experts
+    k·3·D·F_e, the shared one in mlp, router D·E. MLA: q and k by way of their latents; the
+    latent's expansion to K and V is in ``attention_macs``, because its count depends on the form.
     """
-    c = config
-    layer = {
-        "q": c.hidden_size * c.num_heads * c.head_dim,
-        "k": c.hidden_size * c.num_kv_heads * c.head_dim,
-        "v": c.hidden_size * c.num_kv_heads * c.head_dim,
-        "o": c.num_heads * c.head_dim * c.hidden_size,
-        "mlp": (3 if c.gated_mlp else 2) * c.hidden_size * c.intermediate_size,
+    parts = {part: config.num_layers * macs for part, macs in _projection_macs(config).items()}
+    matrices = (3 if config.gated_mlp else 2) * config.hidden_size
+    if config.moe is None:
+        return parts | {"mlp": config.num_layers * matrices * config.intermediate_size}
+    moe = config.moe
+    layers = moe_layers(config)
+    dense = moe.num_dense_layers * config.intermediate_size + layers * moe.shared_size
+    return parts | {
+        "mlp": matrices * dense,
+        "router": layers * config.hidden_size * moe.num_experts,
+        "experts": layers * moe.experts_per_token * matrices * moe.expert_size,
     }
-    return {part: c.num_layers * macs for part, macs in layer.items()}
+
+
+def _projection_macs(config: ModelConfig) -> dict[str, int]:
+    """MACs of one token in one layer's q, k, v and o."""
+    c = config
+    if c.mla is None:
+        kv = c.hidden_size * c.num_kv_heads * c.head_dim
+        heads = c.hidden_size * c.num_heads * c.head_dim
+        return {"q": heads, "k": kv, "v": kv, "o": heads}
+    width = c.num_heads * c.head_dim
+    rank = c.mla.q_lora_rank
+    return {
+        "q": c.hidden_size * width if rank is None else rank * (c.hidden_size + width),
+        "k": c.hidden_size * (c.mla.kv_lora_rank + c.mla.rope_head_dim),
+        "v": 0,
+        "o": c.num_heads * c.mla.v_head_dim * c.hidden_size,
+    }
+
+
+def moe_layers(config: ModelConfig) -> int:
+    """Layers that route to experts."""
+    return 0 if config.moe is None else config.num_layers - config.moe.num_dense_layers
 
 
 def head_macs(config: ModelConfig) -> int:
@@ -140,34 +175,50 @@ def head_macs(config: ModelConfig) -> int:
 
 
 def attention_macs(
-    config: ModelConfig, new: int, context: int, *, convention: Convention = "causal"
+    config: ModelConfig,
+    new: int,
+    context: int,
+    *,
+    convention: Convention = "causal",
+    form: LatentForm = "absorbed",
 ) -> dict[str, int]:
     """MACs of QK^T and PV of one sequence, all heads and layers: H·d·pairs each.
 
     ``square`` counts masked pairs too, as torch's FlopCounterMode does; a kernel that skips
-    masked tiles lies between the two.
+    masked tiles lies between the two. MLA adds the latent's expansion: once a context token when
+    K and V are rebuilt, once a new token when it is absorbed into q and the output, where a pair
+    then costs kv_lora_rank + rope for QK^T and kv_lora_rank for PV.
     """
-    macs = {"qk": 0, "pv": 0}
-    for layers, window in attention_groups(config):
-        if convention == "causal":
-            pairs = causal_pairs(new, context, window)
-        else:
-            pairs = square_pairs(new, context)
-        macs["qk"] += layers * config.num_heads * config.head_dim * pairs
-        macs["pv"] += layers * config.num_heads * config.head_dim * pairs
-    return macs
+    if convention == "causal":
+        pairs = model_pairs(config, new, context)
+    else:
+        pairs = config.num_layers * config.num_heads * square_pairs(new, context)
+    mla = config.mla
+    if mla is None:
+        return {"qk": config.head_dim * pairs, "pv": config.head_dim * pairs}
+    expansion = mla.kv_lora_rank * config.num_heads * (mla.nope_head_dim + mla.v_head_dim)
+    if form == "absorbed":
+        qk, pv, rows = mla.kv_lora_rank + mla.rope_head_dim, mla.kv_lora_rank, new
+    else:
+        qk, pv, rows = config.head_dim, mla.v_head_dim, context
+    return {"qk": qk * pairs, "pv": pv * pairs, "latent": config.num_layers * rows * expansion}
 
 
 def step_macs(
-    config: ModelConfig, work: Work, *, logits_rows: int, convention: Convention = "causal"
+    config: ModelConfig,
+    work: Work,
+    *,
+    logits_rows: int,
+    convention: Convention = "causal",
+    form: LatentForm = "absorbed",
 ) -> dict[str, int]:
-    """MACs of one step by part: q, k, v, o, mlp, qk, pv, head."""
+    """MACs of one step by part: those of ``linear_macs`` and ``attention_macs``, and head."""
     tokens = sum(new for new, _ in work)
     total = {part: tokens * macs for part, macs in linear_macs(config).items()}
-    total |= {"qk": 0, "pv": 0}
     for new, context in work:
-        for part, macs in attention_macs(config, new, context, convention=convention).items():
-            total[part] += macs
+        macs = attention_macs(config, new, context, convention=convention, form=form)
+        for part, count in macs.items():
+            total[part] = total.get(part, 0) + count
     total["head"] = logits_rows * head_macs(config)
     return total
 
@@ -181,18 +232,39 @@ def flops(macs: dict[str, int]) -> int:
 
 
 def kv_values_per_token(config: ModelConfig) -> int:
-    """K and V values one token leaves in one layer: 2·K·d. Q is never stored."""
+    """Values one token leaves in one layer: K and V, 2·K·d; MLA its latent and one rope key,
+    no factor 2. Q is never stored."""
+    if config.mla is not None:
+        return config.mla.kv_lora_rank + config.mla.rope_head_dim
     return 2 * config.num_kv_heads * config.head_dim
 
 
 def kv_bytes_per_token(config: ModelConfig, itemsize: int) -> int:
-    """K/V bytes of one token in all layers: 2·L·K·d·b."""
+    """K/V bytes of one token in all layers: 2·L·K·d·b, while no window has passed it."""
     return config.num_layers * kv_values_per_token(config) * itemsize
 
 
-def kv_sequence_bytes(config: ModelConfig, tokens: int, itemsize: int) -> int:
-    """K/V bytes that ``tokens`` of one sequence hold, paging apart."""
-    return tokens * kv_bytes_per_token(config, itemsize)
+def kv_fixed_and_growing(config: ModelConfig, itemsize: int) -> tuple[int, int]:
+    """(bytes a request holds once it is past every window, bytes each further token adds).
+
+    A model with windows has these two numbers; one "bytes a token" for it means nothing.
+    """
+    layer = kv_values_per_token(config) * itemsize
+    groups = attention_groups(config)
+    fixed = sum(layers * window * layer for layers, window in groups if window is not None)
+    return fixed, sum(layers * layer for layers, window in groups if window is None)
+
+
+def kv_sequence_bytes(
+    config: ModelConfig, tokens: int, itemsize: int, *, block_size: int = 1
+) -> int:
+    """K/V bytes one sequence of ``tokens`` holds, in whole blocks; a windowed layer keeps the
+    last W tokens only."""
+    layer = kv_values_per_token(config) * itemsize
+    return sum(
+        layers * layer * block_size * blocks_for(min(tokens, window or tokens), block_size)
+        for layers, window in attention_groups(config)
+    )
 
 
 def blocks_for(tokens: int, block_size: int) -> int:
@@ -203,15 +275,16 @@ def blocks_for(tokens: int, block_size: int) -> int:
 def kv_pool_bytes(
     config: ModelConfig, sequences: Iterable[int], itemsize: int, *, block_size: int
 ) -> int:
-    """K/V bytes the pool gives to sequences of these lengths, sharing nothing: whole blocks."""
-    blocks = sum(blocks_for(tokens, block_size) for tokens in sequences)
-    return blocks * block_size * kv_bytes_per_token(config, itemsize)
+    """K/V bytes that sequences of these lengths hold together, sharing nothing."""
+    return sum(
+        kv_sequence_bytes(config, tokens, itemsize, block_size=block_size) for tokens in sequences
+    )
 
 
 def kv_waste_bytes(config: ModelConfig, tokens: int, itemsize: int, *, block_size: int) -> int:
-    """Bytes of a sequence's last block that hold no token: at most block_size - 1 tokens."""
-    empty = blocks_for(tokens, block_size) * block_size - tokens
-    return empty * kv_bytes_per_token(config, itemsize)
+    """Bytes of a sequence's last blocks that hold no token: at most block_size - 1 tokens."""
+    held = kv_sequence_bytes(config, tokens, itemsize, block_size=block_size)
+    return held - kv_sequence_bytes(config, tokens, itemsize)
 
 
 def score_bytes(rows: int, keys: int, itemsize: int, *, heads: int = 1) -> int:

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 from stairs.accounting import costs
 from stairs.accounting.costs import Work
+from stairs.accounting.weights import weight_bytes_read
 from stairs.config import ModelConfig
 
 __all__ = [
@@ -20,7 +21,9 @@ __all__ = [
     "STANDARD_KERNELS",
     "ScoreKernel",
     "ValueKernel",
+    "activation_values",
     "compulsory_bytes",
+    "kv_bytes_read",
     "layer_kernels",
     "materialised_bytes",
     "score_traffic",
@@ -129,20 +132,12 @@ class ValueKernel:
     written: int
 
 
-def layer_kernels(config: ModelConfig) -> tuple[ValueKernel, ...]:
+def layer_kernels(config: ModelConfig, *, intermediate_size: int) -> tuple[ValueKernel, ...]:
     """One layer, unfused: activations only (weights, K/V pool and scores are counted apart)."""
-    hidden, ffn = config.hidden_size, config.intermediate_size
-    heads = config.num_heads * config.head_dim
-    kv = config.num_kv_heads * config.head_dim
+    hidden, ffn = config.hidden_size, intermediate_size
     kernels = [
         ValueKernel("norm", hidden, hidden),
-        ValueKernel("qkv", hidden, heads + 2 * kv),
-    ]
-    if config.rope_theta is not None:
-        kernels.append(ValueKernel("rope", heads + kv, heads + kv))
-    kernels += [
-        ValueKernel("attention", heads + 2 * kv, heads),
-        ValueKernel("o", heads, hidden),
+        *_attention_kernels(config),
         ValueKernel("residual", 2 * hidden, hidden),
         ValueKernel("norm", hidden, hidden),
     ]
@@ -160,34 +155,84 @@ def layer_kernels(config: ModelConfig) -> tuple[ValueKernel, ...]:
     )
 
 
+def _attention_kernels(config: ModelConfig) -> list[ValueKernel]:
+    hidden, heads = config.hidden_size, config.num_heads * config.head_dim
+    if config.mla is not None:  # absorbed: q and the output pass through the latent's width
+        mla = config.mla
+        latent, rope = config.num_heads * mla.kv_lora_rank, config.num_heads * mla.rope_head_dim
+        out = config.num_heads * mla.v_head_dim
+        stored = mla.kv_lora_rank + mla.rope_head_dim
+        return [
+            ValueKernel("q and latent", hidden, heads + stored),
+            ValueKernel("rope", rope + mla.rope_head_dim, rope + mla.rope_head_dim),
+            ValueKernel("absorb", heads - rope, latent),
+            ValueKernel("attention", latent + rope + stored, latent),
+            ValueKernel("expand", latent, out),
+            ValueKernel("o", out, hidden),
+        ]
+    kv = config.num_kv_heads * config.head_dim
+    rope = heads + kv if config.rope_theta is not None else 0
+    return [
+        ValueKernel("qkv", hidden, heads + 2 * kv),
+        *([ValueKernel("rope", rope, rope)] if rope else []),
+        ValueKernel("attention", heads + 2 * kv, heads),
+        ValueKernel("o", heads, hidden),
+    ]
+
+
+def activation_values(config: ModelConfig) -> int:
+    """Activation values one token moves in all layers; an expert counts for each token it takes."""
+
+    def layer(ffn: int) -> int:
+        kernels = layer_kernels(config, intermediate_size=ffn)
+        return sum(kernel.read + kernel.written for kernel in kernels)
+
+    routed = costs.moe_layers(config)
+    total = (config.num_layers - routed) * layer(config.intermediate_size)
+    if config.moe is not None:
+        moe = config.moe
+        visited = moe.experts_per_token * moe.expert_size + moe.shared_size
+        total += routed * (layer(visited) + config.hidden_size + moe.num_experts)
+    return total
+
+
+def kv_bytes_read(config: ModelConfig, new: int, context: int, itemsize: int) -> int:
+    """K/V a step reads of one sequence, each row once: all of it, or what a window shows."""
+    if not new:
+        return 0
+    layer = costs.kv_values_per_token(config) * itemsize
+    return sum(
+        layers * layer * (context if window is None else min(context, window - 1 + new))
+        for layers, window in costs.attention_groups(config)
+    )
+
+
 def step_moved_bytes(
     config: ModelConfig,
     work: Work,
     *,
     logits_rows: int,
-    weight_itemsize: int,
+    itemsize: int,
     kv_itemsize: int,
-    activation_itemsize: int,
     score_kernels: tuple[ScoreKernel, ...] = (),
 ) -> dict[str, int]:
-    """Predicted bytes of one step by part; the embedding table is gathered, not read.
+    """Predicted bytes of one step by part; ``itemsize`` is that of weights and activations.
 
-    weights, head: each matrix once. kv_read, kv_written: each sequence's K/V once. activations:
-    ``layer_kernels``. scores: the trips of ``score_kernels``, none when attention is tiled.
-    logits: written once.
+    weights, head: each matrix once, experts as expected; the embedding is gathered, not read.
+    kv_read, kv_written: each sequence's K/V once. activations: ``layer_kernels``. scores: the
+    trips of ``score_kernels``, none when attention is tiled. logits: written once.
     """
     tokens = sum(new for new, _ in work)
-    per_layer = sum(kernel.read + kernel.written for kernel in layer_kernels(config))
-    kv_token = costs.kv_bytes_per_token(config, kv_itemsize)
     scores = sum(costs.square_pairs(new, context) for new, context in work)
     scores *= config.num_heads * config.num_layers
-    head = costs.head_macs(config) * weight_itemsize
+    read = weight_bytes_read(config, itemsize, tokens=tokens, logits_rows=logits_rows)
+    head = read.pop("head")
     return {
-        "weights": sum(costs.linear_macs(config).values()) * weight_itemsize if tokens else 0,
-        "head": head if logits_rows else 0,
-        "kv_read": sum(context for new, context in work if new) * kv_token,
-        "kv_written": tokens * kv_token,
-        "activations": tokens * config.num_layers * per_layer * activation_itemsize,
-        "scores": score_traffic(score_kernels, scores, activation_itemsize),
-        "logits": logits_rows * config.vocab_size * activation_itemsize,
+        "weights": sum(read.values()),
+        "head": head,
+        "kv_read": sum(kv_bytes_read(config, new, context, kv_itemsize) for new, context in work),
+        "kv_written": tokens * costs.kv_bytes_per_token(config, kv_itemsize),
+        "activations": tokens * activation_values(config) * itemsize,
+        "scores": score_traffic(score_kernels, scores, itemsize),
+        "logits": logits_rows * config.vocab_size * itemsize,
     }
