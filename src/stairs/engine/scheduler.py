@@ -241,16 +241,16 @@ class Scheduler:
     def _make_room(self, sequence: Sequence, num_tokens: int, preempted: list[Sequence]) -> bool:
         """``_grow``, preempting the newest until it works; False if ``sequence`` itself was."""
         while not self._grow(sequence, num_tokens):
-            newest = self.running[-1]
-            self._preempt(newest)
+            assert len(self.running) > 1, "a lone sequence always fits: add() saw to it"
+            newest = self.preempt_newest()
             preempted.append(newest)
             if newest is sequence:
                 return False
         return True
 
-    def _preempt(self, sequence: Sequence) -> None:
-        assert len(self.running) > 1, "a lone sequence always fits: add() saw to it"
-        self.running.pop()
+    def preempt_newest(self) -> Sequence:
+        """Take the newest running sequence's blocks; it waits first in line to be recomputed."""
+        sequence = self.running.pop()
         self._release_blocks(sequence)
         sequence.status = Status.WAITING
         sequence.num_computed = sequence.num_cached = 0
@@ -258,6 +258,7 @@ class Scheduler:
         sequence.num_preemptions += 1
         self.num_preemptions += 1
         self.waiting.appendleft(sequence)
+        return sequence
 
     def _publish(self, sequence: Sequence) -> None:
         """Make its newly full blocks findable: their K/V are written now, and not before."""

@@ -1,0 +1,91 @@
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from stairs.config import SamplingParams
+from stairs.engine.sampling import sample
+from stairs.engine.sequence import Sequence
+
+
+def sequence(seed: int = 0, position: int = 1, stop_ids=frozenset(), **sampling) -> Sequence:
+    made = Sequence(
+        request=0, tokens=[0] * position, sampling=SamplingParams(**sampling), max_tokens=100,
+        stop_ids=frozenset(stop_ids), seed=seed,
+    )  # fmt: skip
+    return made
+
+
+def draws(logits: list[float], num: int = 4000, **sampling) -> torch.Tensor:
+    """Share of each token over ``num`` positions of one seeded request."""
+    rows = torch.tensor(logits).expand(num, -1).clone()
+    tokens = sample(rows, tuple(sequence(5, i + 1, **sampling) for i in range(num)))
+    return torch.bincount(torch.tensor(tokens), minlength=len(logits)) / num
+
+
+def test_greedy_takes_the_first_of_equal_maxima():
+    logits = torch.tensor([[0.0, 3.0, 3.0], [5.0, 1.0, 2.0]])
+    assert sample(logits, (sequence(temperature=0), sequence(temperature=0))) == [1, 0]
+
+
+def test_frequencies_follow_the_softmax():
+    logits = [0.0, 1.0, 2.0, -1.0]
+    for temperature in (1.0, 0.5):
+        wanted = (torch.tensor(logits) / temperature).softmax(0)
+        assert (draws(logits, temperature=temperature) - wanted).abs().max() < 0.03
+
+
+@pytest.mark.parametrize(
+    ("limits", "kept"),
+    [
+        ({"top_k": 2}, {1, 2}),
+        ({"top_p": 0.6}, {2}),
+        ({"top_p": 0.7}, {1, 2}),
+        ({"top_k": 3, "top_p": 0.96}, {0, 1, 2}),
+        ({"top_k": 1}, {2}),
+        ({"top_k": -1, "top_p": 1.0}, {0, 1, 2, 3}),
+    ],
+)
+def test_cuts_keep_exactly_the_likeliest(limits, kept):
+    # probabilities 0.09, 0.24, 0.64, 0.03
+    shares = draws([0.0, 1.0, 2.0, -1.0], temperature=1.0, **limits)
+    assert {i for i, share in enumerate(shares) if share > 0} == kept
+    probs = torch.tensor([0.0, 1.0, 2.0, -1.0]).softmax(0)
+    wanted = torch.tensor([p if i in kept else 0.0 for i, p in enumerate(probs.tolist())])
+    assert (shares - wanted / wanted.sum()).abs().max() < 0.03
+
+
+def test_equal_scores_at_the_cut_keep_top_k_of_them():
+    shares = draws([1.0] * 6, temperature=1.0, top_k=2)
+    assert (shares > 0).sum() == 2
+
+
+def test_seed_and_position_alone_decide():
+    logits = torch.randn(3, 50, generator=torch.Generator().manual_seed(1))
+    mine = sequence(7, 4, temperature=1.3)
+    alone = sample(logits[1:2].clone(), (mine,))
+    others = sequence(8, 4, temperature=0.7), sequence(9, 9, temperature=0)
+    together = sample(logits.clone(), (others[0], mine, others[1]))
+    assert together[1] == alone[0]
+    across_seeds = {sample(logits[1:2].clone(), (sequence(s, 4),))[0] for s in range(30)}
+    across_positions = {sample(logits[1:2].clone(), (sequence(7, p),))[0] for p in range(1, 30)}
+    assert len(across_seeds) > 5 and len(across_positions) > 5
+
+
+def test_min_tokens_masks_every_stop_id():
+    logits = torch.tensor([[1.0, 9.0, 8.0, 0.0]])
+    young = sequence(temperature=0, min_tokens=2, stop_ids={1, 2})
+    assert sample(logits.clone(), (young,)) == [0]
+    young.tokens += [0, 0]
+    assert sample(logits.clone(), (young,)) == [1]
+
+
+def test_impossible_tokens_are_never_drawn():
+    shares = draws([-math.inf, 0.0, -math.inf, -200.0], temperature=2.0)
+    assert shares.tolist() == [0.0, 1.0, 0.0, 0.0]
+
+
+def test_tiny_temperature_is_greedy_and_finite():
+    assert draws([1.0, 1.001, 0.0], num=50, temperature=1e-6).tolist() == [0.0, 1.0, 0.0]
