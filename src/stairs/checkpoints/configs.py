@@ -16,7 +16,16 @@ from stairs.checkpoints.rope import read_rope
 from stairs.config import DTYPE_BYTES, ModelConfig
 from stairs.errors import ConfigError
 
-__all__ = ["FAMILIES", "Family", "GenerationDefaults", "read_config", "read_generation"]
+__all__ = [
+    "FAMILIES",
+    "NO_EFFECT",
+    "Family",
+    "GenerationDefaults",
+    "read_config",
+    "read_generation",
+    "read_heads",
+    "read_tokens_and_dtype",
+]
 
 # Keys that cannot change what a forward pass computes at inference, whatever their value.
 NO_EFFECT = frozenset({
@@ -111,10 +120,11 @@ def _read_llama(keys: Keys, family: Family) -> ModelConfig:
     num_layers = keys.integer("num_hidden_layers", high=4096)
     hidden_size = keys.integer("hidden_size", high=2**20)
     context = keys.integer("max_position_embeddings")
-    num_heads, num_kv_heads, head_dim = _heads(keys, hidden_size)
+    num_heads, num_kv_heads, head_dim = read_heads(keys, hidden_size)
     keys.expect("hidden_act", "silu", required=True)
     keys.expect("rope_interleaved", False)
     qkv_bias = _bias(keys, "attention_bias", family.qkv_bias)
+    window, full_attention_layers = _window(keys, family, num_layers)
     rope = read_rope(keys, head_dim, theta=family.rope_theta, context=context)
     return ModelConfig(
         model_type=keys.text("model_type"),
@@ -133,12 +143,13 @@ def _read_llama(keys: Keys, family: Family) -> ModelConfig:
         rope_attention_factor=rope.attention_factor,
         no_rope_layers=_no_rope_layers(keys, family, num_layers),
         qk_norm=family.qk_norm,
-        sliding_window=_window(keys, family),
+        sliding_window=window,
+        full_attention_layers=full_attention_layers,
         tie_word_embeddings=keys.flag("tie_word_embeddings", default=family.tied),
         attention_bias=qkv_bias,
         attention_output_bias=qkv_bias if family.output_bias == "key" else False,
         mlp_bias=_bias(keys, "mlp_bias", family.mlp_bias),
-        **_tokens_and_dtype(keys, vocab_size),
+        **read_tokens_and_dtype(keys, vocab_size),
     )
 
 
@@ -170,11 +181,11 @@ def _read_gpt2(keys: Keys, family: Family) -> ModelConfig:
         attention_bias=True,
         attention_output_bias=True,
         mlp_bias=True,
-        **_tokens_and_dtype(keys, vocab_size),
+        **read_tokens_and_dtype(keys, vocab_size),
     )
 
 
-def _heads(keys: Keys, hidden_size: int) -> tuple[int, int, int]:
+def read_heads(keys: Keys, hidden_size: int) -> tuple[int, int, int]:
     """Query heads, K/V heads and head_dim."""
     num_heads = keys.integer("num_attention_heads", high=2**16)
     num_kv_heads = keys.integer("num_key_value_heads", default=num_heads, high=2**16)
@@ -204,8 +215,8 @@ def _bias(keys: Keys, name: str, rule: Bias) -> bool:
     return rule == "always"
 
 
-def _window(keys: Keys, family: Family) -> int | None:
-    """The smallest window any layer has: up to it every layer sees all keys."""
+def _window(keys: Keys, family: Family, num_layers: int) -> tuple[int | None, int]:
+    """The window, and how many layers it does not bind; up to it every layer sees all keys."""
     kinds = keys.take("layer_types", default=None)
     if kinds is not None and not (
         isinstance(kinds, list) and set(kinds) <= {"full_attention", "sliding_attention"}
@@ -216,12 +227,12 @@ def _window(keys: Keys, family: Family) -> int | None:
         )
     window = keys.integer("sliding_window", default=None)
     gate = keys.flag("use_sliding_window", default=False)
-    keys.integer("max_window_layers", default=None, low=0)
+    first = keys.integer("max_window_layers", default=0, low=0)
     if family.window == "never" and window is not None:
         raise ConfigError("sliding_window is not part of this family", param="sliding_window")
-    if kinds is not None and "sliding_attention" not in kinds:
-        return None
-    return window if family.window == "key" or gate else None
+    full = min(first, num_layers) if kinds is None else kinds.count("full_attention")
+    bound = window is not None and full < num_layers and (family.window == "key" or gate)
+    return (window, full) if bound else (None, 0)
 
 
 def _no_rope_layers(keys: Keys, family: Family, num_layers: int) -> tuple[int, ...]:
@@ -240,7 +251,7 @@ def _no_rope_layers(keys: Keys, family: Family, num_layers: int) -> tuple[int, .
     return tuple(layer for layer in range(num_layers) if not marks[layer])
 
 
-def _tokens_and_dtype(keys: Keys, vocab_size: int) -> dict[str, Any]:
+def read_tokens_and_dtype(keys: Keys, vocab_size: int) -> dict[str, Any]:
     older = keys.text("torch_dtype", default="float32")
     dtype = keys.text("dtype", default=older)
     if dtype not in DTYPE_BYTES:
