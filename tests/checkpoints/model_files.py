@@ -1,0 +1,119 @@
+"""Tiny model files for tests: GGUFs written by the gguf package, headers written byte by byte."""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+import torch
+
+from stairs.checkpoints.layout import tensor_specs
+from stairs.config import ModelConfig
+
+NUM_TOKENS = 96
+METADATA: dict[str, Any] = {
+    "llama.block_count": 2,
+    "llama.context_length": 128,
+    "llama.embedding_length": 64,
+    "llama.feed_forward_length": 96,
+    "llama.attention.head_count": 4,
+    "llama.attention.head_count_kv": 2,
+    "llama.attention.layer_norm_rms_epsilon": 1e-6,
+    "llama.rope.freq_base": 10000.0,
+    "llama.rope.dimension_count": 16,
+    "tokenizer.ggml.bos_token_id": 1,
+    "tokenizer.ggml.eos_token_id": 2,
+}
+CONFIG = ModelConfig(
+    model_type="llama", vocab_size=NUM_TOKENS, hidden_size=64, num_layers=2, num_heads=4,
+    num_kv_heads=2, head_dim=16, intermediate_size=96, max_position_embeddings=128,
+    norm_eps=float(np.float32(1e-6)), activation="silu", rope_theta=10000.0, bos_token_id=1,
+    eos_token_ids=(2,),
+)  # fmt: skip
+
+
+def seeded_tensors(config: ModelConfig = CONFIG, *, seed: int = 0) -> dict[str, torch.Tensor]:
+    """Random weights under transformers' names."""
+    generator = torch.Generator().manual_seed(seed)
+    return {
+        name: torch.randn(spec.shape, generator=generator) * 0.1
+        for name, spec in tensor_specs(config).items()
+    }
+
+
+def as_llama_cpp(
+    tensors: Mapping[str, torch.Tensor], config: ModelConfig, arch: gguf.MODEL_ARCH
+) -> dict[str, np.ndarray]:
+    """What llama.cpp's converter makes of them, by the gguf package's own table of names."""
+    table = gguf.get_tensor_name_map(arch, config.num_layers)
+    rotated = {"q_proj": config.num_heads, "k_proj": config.num_kv_heads}
+    found = {}
+    for name, tensor in tensors.items():
+        stem, _, part = name.rpartition(".")
+        array, last = tensor.numpy(), stem.rpartition(".")[2]
+        if last in rotated and arch in (gguf.MODEL_ARCH.LLAMA, gguf.MODEL_ARCH.SMOLLM3):
+            halves = array.reshape(rotated[last], 2, -1, *array.shape[1:])
+            array = halves.swapaxes(1, 2).reshape(array.shape)
+        if last in ("c_attn", "c_proj", "c_fc") and part == "weight":
+            array = array.T.copy()
+        gguf_name = table.get_name(stem) or table.get_name("transformer." + stem)
+        found[f"{gguf_name}.{part}"] = array
+    return found
+
+
+def write_gguf(
+    path: Path,
+    tensors: Mapping[str, np.ndarray],
+    *,
+    metadata: Mapping[str, Any] | None = None,
+    arch: str = "llama",
+    types: Mapping[str, str] | None = None,
+) -> Path:
+    writer = gguf.GGUFWriter(path, arch)
+    kinds = {bool: "bool", int: "uint32", float: "float32", str: "string", list: "array"}
+    for key, value in (METADATA if metadata is None else metadata).items():
+        getattr(writer, f"add_{kinds[type(value)]}")(key, value)
+    for name, array in tensors.items():
+        kind = gguf.GGMLQuantizationType[(types or {}).get(name, "F32")]
+        writer.add_tensor(name, gguf.quantize(array, kind), raw_dtype=kind)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path
+
+
+def write_tiny_gguf(path: Path, **options: Any) -> Path:
+    """The model of ``CONFIG`` with seeded weights."""
+    return write_gguf(
+        path, as_llama_cpp(seeded_tensors(), CONFIG, gguf.MODEL_ARCH.LLAMA), **options
+    )
+
+
+def string(text: str | bytes) -> bytes:
+    data = text.encode() if isinstance(text, str) else text
+    return struct.pack("<Q", len(data)) + data
+
+
+def key_value(key: str, kind: int, value: bytes) -> bytes:
+    return string(key) + struct.pack("<I", kind) + value
+
+
+def tensor_row(
+    name: str, shape: tuple[int, ...], kind: int, offset: int, *, num_dims: int | None = None
+) -> bytes:
+    dims = struct.pack(f"<{len(shape)}Q", *shape[::-1])
+    count = struct.pack("<I", len(shape) if num_dims is None else num_dims)
+    return string(name) + count + dims + struct.pack("<IQ", kind, offset)
+
+
+def header(
+    *parts: bytes, num_tensors: int = 0, num_keys: int = 0, version: int = 3, data: int = 0
+) -> bytes:
+    """A whole file: the counts as claimed, the parts, then aligned zeros as tensor data."""
+    body = b"GGUF" + struct.pack("<IQQ", version, num_tensors, num_keys) + b"".join(parts)
+    return body + bytes(-len(body) % 32 + data)
