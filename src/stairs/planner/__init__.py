@@ -1,0 +1,1 @@
+"""What fits and what it costs, before a byte is loaded; afterwards, whether that was true."""
