@@ -82,7 +82,7 @@ def _default(defaults: Mapping[str, int], name: str) -> dict[str, int]:
     return {"default": defaults[name]} if name in defaults else {}
 
 
-def _heads(keys: Keys, hidden_size: int) -> dict[str, int]:
+def _heads(keys: Keys, hidden_size: int) -> dict[str, Any]:
     num_heads, num_kv_heads, head_dim = read_heads(keys, hidden_size)
     return {"num_heads": num_heads, "num_kv_heads": num_kv_heads, "head_dim": head_dim}
 
