@@ -94,24 +94,25 @@ _SUMMED = tuple(f.name for f in fields(Totals) if f.name in (ROW.names or ()))
 
 
 class Ledger:
-    """The engine's records: the newest ``keep`` of them whole, and sums over all of them."""
+    """The engine's records: the newest ``keep`` of them, sums over all, sums of live requests."""
 
     def __init__(self, *, keep: int = 4096) -> None:
         self.records: deque[StepRecord] = deque(maxlen=keep)
         self.total = Totals()
         self.by_phase = {phase: Totals() for phase in Phase}
+        self._open: dict[int, list[tuple[StepRecord, int]]] = {}
 
     def append(self, record: StepRecord) -> None:
         self.records.append(record)
         self.total.add(record, record.rows)
         for phase, totals in self.by_phase.items():
             totals.add(record, record.rows[record.rows["phase"] == phase])
+        for i, request in enumerate(record.rows["request"].tolist()):
+            self._open.setdefault(request, []).append((record, i))
 
-    def request(self, request: int) -> dict[Phase, Totals]:
-        """Sums of one request's rows by phase, over the records still kept."""
+    def close(self, request: int) -> dict[Phase, Totals]:
+        """Sums of one request's rows by phase; its rows are then forgotten."""
         sums = {phase: Totals() for phase in Phase}
-        for record in self.records:
-            rows = record.rows[record.rows["request"] == request]
-            for row in rows:
-                sums[Phase(row["phase"])].add(record, rows)
+        for record, i in self._open.pop(request, ()):
+            sums[Phase(record.rows["phase"][i])].add(record, record.rows[i : i + 1])
         return sums

@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from stairs.accounting import costs
-from stairs.accounting.record import ROW, Ledger, StepRecord
+from stairs.accounting.record import ROW, Ledger, Phase, StepRecord, Totals
 from stairs.attention.meta import AttnMeta
 from stairs.cache.blocks import BlockPool
 from stairs.cache.paged_kv import PagedKV
@@ -33,12 +33,14 @@ __all__ = ["Engine", "TokenEvent"]
 
 @dataclass(frozen=True, slots=True)
 class TokenEvent:
-    """One new token of a request; ``finish_reason`` on its last. A prefix computed ahead ends
-    with a single event without a token."""
+    """One new token of a request. The last one has a reason, and what the request cost by phase.
+    A prefix computed ahead ends with a single event without a token."""
 
     request: int
     token: int | None
     finish_reason: FinishReason | None
+    num_cached_tokens: int  # prompt tokens whose K/V the prefix cache held on arrival
+    costs: dict[Phase, Totals] | None = None
 
 
 class Engine:
@@ -132,6 +134,7 @@ class Engine:
         if self._live.pop(request, None) is not None:
             self._prefix_names.pop(request, None)
             self.scheduler.abort(request)
+            self.ledger.close(request)
 
     def sequence(self, request: int) -> Sequence:
         """A live request's state, for reading only."""
@@ -156,7 +159,6 @@ class Engine:
         tokens = sample(logits, batch.sampled)
         rows = self._rows(plan, batch)
         done = self.scheduler.commit(plan, tokens)
-        events = [self._event(sequence, token) for sequence, token in done]
         device_seconds = forwarded - launched
         self._num_steps += 1
         self.ledger.append(
@@ -170,16 +172,22 @@ class Engine:
                 blocks_cached=self.pool.num_cached,
             )
         )
-        return events
+        return [self._event(sequence, token) for sequence, token in done]
 
     def _event(self, sequence: Sequence, token: int | None) -> TokenEvent:
         if token is None:
             name = self._prefix_names.pop(sequence.request)
             self.prefix.pin(name, sequence.tokens, sequence.entries, salt=sequence.salt)
             self.scheduler.release(sequence)
-        if sequence.finish_reason is not None:
-            del self._live[sequence.request]
-        return TokenEvent(sequence.request, token, sequence.finish_reason)
+        request, reason, cached = (
+            sequence.request,
+            sequence.finish_reason,
+            sequence.num_cached_prompt,
+        )
+        if reason is None:
+            return TokenEvent(request, token, None, cached)
+        del self._live[request]
+        return TokenEvent(request, token, reason, cached, self.ledger.close(request))
 
     def _rows(self, plan: StepPlan, batch: StepBatch) -> NDArray[np.void]:
         """Predictions from lengths, beside what the kernels counted."""

@@ -15,6 +15,7 @@ from stairs.engine.sequence import Sequence
 __all__ = ["sample"]
 
 
+@torch.inference_mode()
 def sample(logits: Tensor, sequences: tuple[Sequence, ...]) -> list[int]:
     """``logits`` (R, V) in any float dtype, one row for each of ``sequences``; returns R token ids.
 
