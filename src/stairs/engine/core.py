@@ -78,6 +78,8 @@ class Engine:
 
         Raises InvalidRequestError, or ContextLengthError for one that can never run to its end.
         """
+        self._check_ids(tokens, "prompt")
+        self._check_ids(sampling.stop_token_ids, "stop_token_ids")
         self._check_prompt(tokens)
         eos = () if sampling.ignore_eos else self.model_config.eos_token_ids
         sequence = Sequence(
@@ -96,6 +98,7 @@ class Engine:
 
         Only whole blocks are kept: the tail of ``tokens`` is recomputed by every request.
         """
+        self._check_ids(tokens, "prompt")
         self._check_prompt(tokens)
         if name in self.prefix.pins or name in self._prefix_names.values():
             raise InvalidRequestError(f"prefix {name!r} is already pinned", param="name")
@@ -179,11 +182,8 @@ class Engine:
             name = self._prefix_names.pop(sequence.request)
             self.prefix.pin(name, sequence.tokens, sequence.entries, salt=sequence.salt)
             self.scheduler.release(sequence)
-        request, reason, cached = (
-            sequence.request,
-            sequence.finish_reason,
-            sequence.num_cached_prompt,
-        )
+        request, reason = sequence.request, sequence.finish_reason
+        cached = sequence.num_cached_prompt
         if reason is None:
             return TokenEvent(request, token, None, cached)
         del self._live[request]
@@ -223,15 +223,17 @@ class Engine:
         self._num_requests += 1
         return sequence.request
 
+    def _check_ids(self, ids: Tokens[int], param: str) -> None:
+        vocab_size = self.model_config.vocab_size
+        if ids and (min(ids) < 0 or max(ids) >= vocab_size):
+            wrong = next(i for i in ids if not 0 <= i < vocab_size)
+            raise InvalidRequestError(
+                f"token id {wrong} is outside the vocabulary of {vocab_size}", param=param
+            )
+
     def _check_prompt(self, tokens: Tokens[int]) -> None:
         if not tokens:
             raise InvalidRequestError("the prompt is empty", param="prompt")
-        vocab_size = self.model_config.vocab_size
-        if min(tokens) < 0 or max(tokens) >= vocab_size:
-            wrong = next(t for t in tokens if not 0 <= t < vocab_size)
-            raise InvalidRequestError(
-                f"token id {wrong} is outside the vocabulary of {vocab_size}", param="prompt"
-            )
         if len(tokens) >= self.max_model_len:
             raise ContextLengthError(
                 f"the prompt has {len(tokens)} tokens; the context holds {self.max_model_len} and "
