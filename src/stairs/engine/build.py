@@ -2,24 +2,16 @@
 
 from __future__ import annotations
 
-import os
-from dataclasses import replace
-from pathlib import Path
-
 import torch
 
-from stairs.accounting import costs
 from stairs.cache.paged_kv import PagedKV
-from stairs.config import DTYPE_BYTES, EngineConfig, ModelConfig
+from stairs.config import EngineConfig, ModelConfig
 from stairs.engine.core import Engine
-from stairs.errors import ConfigError
+from stairs.engine.resolve import resolve
 from stairs.models.registry import build_model
 from stairs.models.weights import TensorSource
 
-__all__ = ["available_memory", "build_engine", "resolve"]
-
-# Share of the memory that is free at start which the K/V pool takes on a CPU by default.
-CPU_POOL_FRACTION = 0.25
+__all__ = ["build_engine"]
 
 
 def build_engine(
@@ -46,78 +38,3 @@ def build_engine(
         device=device,
     )
     return Engine(model, kv, model_config=model_config, config=config)
-
-
-def resolve(
-    model_config: ModelConfig, config: EngineConfig, *, memory: int | None = None
-) -> EngineConfig:
-    """``config`` with every "auto" and None replaced. ``memory``: bytes free, None to ask."""
-    context = model_config.context_length
-    max_model_len = config.max_model_len or context
-    if max_model_len > context:
-        raise ConfigError(
-            f"max_model_len {max_model_len} exceeds the {context} positions that this model "
-            f"computes exactly",
-            param="max_model_len",
-        )
-    dtype = "float32" if config.dtype == "auto" else config.dtype
-    cache = config.cache
-    kv_dtype = dtype if cache.dtype == "auto" else cache.dtype
-    block_bytes = cache.block_size * costs.kv_bytes_per_token(model_config, DTYPE_BYTES[kv_dtype])
-    num_blocks = cache.num_blocks
-    if num_blocks is None:
-        most = config.max_num_seqs * costs.blocks_for(max_model_len, cache.block_size)
-        budget = cache.memory_bytes
-        if budget is None:
-            free = available_memory() if memory is None else memory
-            budget = int(free * CPU_POOL_FRACTION)
-            num_blocks = min(budget // block_bytes, most)
-        else:
-            num_blocks = budget // block_bytes
-        if num_blocks < 1:
-            raise ConfigError(
-                f"kv_cache_memory_bytes {budget} holds no block: one of {cache.block_size} tokens "
-                f"takes {block_bytes} bytes",
-                param="kv_cache_memory_bytes",
-            )
-    return replace(
-        config,
-        max_model_len=max_model_len,
-        dtype=dtype,
-        cache=replace(cache, dtype=kv_dtype, num_blocks=num_blocks),
-    )
-
-
-def available_memory() -> int:
-    """Bytes this process can still take: the machine's, or what its control group leaves."""
-    free = _meminfo_available()
-    for limit_file, usage_file in (
-        ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory.current"),
-        (
-            "/sys/fs/cgroup/memory/memory.limit_in_bytes",
-            "/sys/fs/cgroup/memory/memory.usage_in_bytes",
-        ),
-    ):
-        limit, usage = _read_bytes(limit_file), _read_bytes(usage_file)
-        if limit is not None and usage is not None:
-            free = min(free, max(limit - usage, 0))
-    return free
-
-
-def _meminfo_available() -> int:
-    meminfo = Path("/proc/meminfo")
-    if meminfo.exists():
-        for line in meminfo.read_text().splitlines():
-            if line.startswith("MemAvailable:"):
-                return int(line.split()[1]) * 1024
-    # macOS has no such line; half of what is installed is a guess on the safe side.
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2
-
-
-def _read_bytes(path: str) -> int | None:
-    """The number in a control group's file; None where there is no file or no limit ("max")."""
-    try:
-        text = Path(path).read_text().strip()
-    except OSError:
-        return None
-    return int(text) if text.isdigit() else None

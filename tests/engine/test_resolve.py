@@ -4,7 +4,7 @@ import pytest
 
 from harness import Tiny
 from stairs.config import CacheConfig, EngineConfig
-from stairs.engine.build import available_memory, resolve
+from stairs.engine.resolve import available_memory, resolve
 from stairs.errors import ConfigError
 
 GIB = 2**30
@@ -69,10 +69,10 @@ def test_engine_options_are_checked_when_built(options, param):
 
 def test_available_memory_is_bounded_by_the_control_group(monkeypatch):
     files = {"/sys/fs/cgroup/memory.max": 900, "/sys/fs/cgroup/memory.current": 300}
-    monkeypatch.setattr("stairs.engine.build._read_bytes", files.get)
-    monkeypatch.setattr("stairs.engine.build._meminfo_available", lambda: 10_000)
+    monkeypatch.setattr("stairs.engine.resolve._read_bytes", files.get)
+    monkeypatch.setattr("stairs.engine.resolve._meminfo_available", lambda: 10_000)
     assert available_memory() == 600
-    monkeypatch.setattr("stairs.engine.build._meminfo_available", lambda: 500)
+    monkeypatch.setattr("stairs.engine.resolve._meminfo_available", lambda: 500)
     assert available_memory() == 500
-    monkeypatch.setattr("stairs.engine.build._read_bytes", lambda path: None)
+    monkeypatch.setattr("stairs.engine.resolve._read_bytes", lambda path: None)
     assert available_memory() == 500
