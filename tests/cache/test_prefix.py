@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 
 from stairs.cache.blocks import BlockPool
-from stairs.cache.prefix import Entry, PrefixCache, chain_key
+from stairs.cache.prefix import Entry, Pin, PrefixCache, chain_key
 from stairs.errors import InvalidRequestError
 
 BLOCK = 4
@@ -25,6 +25,15 @@ def num_hit(cache: PrefixCache, pool: BlockPool, tokens: list[int], salt: str | 
     found = cache.match(tokens, salt=salt)
     pool.release(entry.block for entry in reversed(found))
     return len(found) * BLOCK
+
+
+def pin(cache: PrefixCache, pool: BlockPool, name: str, tokens: list[int]) -> Pin:
+    """What the engine does when a prefix has been computed."""
+    blocks = pool.allocate(len(tokens) // BLOCK)
+    assert blocks is not None
+    made = cache.pin(name, tokens, blocks)
+    pool.release(reversed(blocks))
+    return made
 
 
 def fresh(key_function=chain_key, num_blocks: int = 32) -> tuple[PrefixCache, BlockPool]:
@@ -123,9 +132,8 @@ def test_publishing_twice_keeps_the_first_copy():
 def test_a_pin_survives_a_full_pool_and_ends_with_unpin():
     cache, pool = fresh(num_blocks=6)
     tokens = list(range(8))
-    entries = publish(cache, pool, tokens)
-    pin = cache.pin("system", [*tokens, 8], entries)
-    assert (pin.num_tokens, pin.num_pinned_tokens, cache.num_pinned_blocks) == (9, 8, 2)
+    pinned = pin(cache, pool, "system", [*tokens, 8])
+    assert (pinned.num_tokens, pinned.num_pinned_tokens, cache.num_pinned_blocks) == (9, 8, 2)
     others = pool.allocate(4)
     assert others is not None and pool.allocate(1) is None
     assert num_hit(cache, pool, [*tokens, 9]) == 8
@@ -140,10 +148,32 @@ def test_a_pin_survives_a_full_pool_and_ends_with_unpin():
 
 def test_pins_that_share_a_head_count_its_blocks_once():
     cache, pool = fresh()
-    one = publish(cache, pool, [1] * 4 + [2] * 4)
-    two = publish(cache, pool, [1] * 4 + [3] * 4)
-    cache.pin("one", [1] * 4 + [2] * 4, one)
-    cache.pin("two", [1] * 4 + [3] * 4, two)
+    pin(cache, pool, "one", [1] * 4 + [2] * 4)
+    pin(cache, pool, "two", [1] * 4 + [3] * 4)
     assert cache.num_pinned_blocks == 3
     cache.unpin("one")
     assert cache.num_pinned_blocks == 2 and pool.num_owned == 2
+
+
+def test_pin_holds_the_copy_that_prompts_will_find():
+    """The head was published by another request and is still cached; a twin of the tail too."""
+    cache, pool = fresh(num_blocks=8)
+    tokens = [1] * 4 + [2] * 4
+    first = publish(cache, pool, tokens)
+    pinned = pin(cache, pool, "system", tokens)
+    assert list(pinned.blocks) == [e.block for e in first]
+    assert pool.num_free == 6 and pool.num_owned == 2
+
+
+def test_pin_publishes_again_what_was_evicted_meanwhile():
+    cache, pool = fresh(num_blocks=5)
+    tokens = [1] * 4 + [2] * 4
+    publish(cache, pool, tokens)
+    mine = pool.allocate(2)
+    parent = cache.publish(tokens, 0, mine[0], parent=None, salt=None)  # finds the first copy
+    assert parent.block != mine[0]
+    others = pool.allocate(3)  # evicts the first copy, head and tail
+    cache.pin("system", tokens, mine)
+    pool.release([*others, *mine])
+    assert num_hit(cache, pool, [*tokens, 0]) == 8
+    assert pool.allocate(3) is not None and num_hit(cache, pool, [*tokens, 0]) == 8

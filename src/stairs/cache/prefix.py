@@ -131,14 +131,21 @@ class PrefixCache:
         return entry
 
     def pin(
-        self, name: str, tokens: Sequence[int], entries: Sequence[Entry], *, salt: str | None = None
+        self, name: str, tokens: Sequence[int], blocks: Sequence[int], *, salt: str | None = None
     ) -> Pin:
-        """Hold the blocks of ``entries`` under ``name`` until ``unpin``."""
+        """Hold the K/V of the first ``len(blocks)`` blocks of ``tokens`` until ``unpin``.
+
+        ``blocks`` are the caller's own, complete and held. Where another copy is already
+        published that one is held instead, so that what is pinned is what a prompt will find.
+        """
         assert name not in self.pins
-        blocks = tuple(entry.block for entry in entries)
-        for block in blocks:
-            self._pool.acquire(block)
-        pin = Pin(name, tuple(tokens), salt, blocks, len(blocks) * self.block_size)
+        held: list[int] = []
+        parent: Entry | None = None
+        for i, block in enumerate(blocks):
+            parent = self.publish(tokens, i, block, parent=parent, salt=salt)
+            self._pool.acquire(parent.block)
+            held.append(parent.block)
+        pin = Pin(name, tuple(tokens), salt, tuple(held), len(held) * self.block_size)
         self.pins[name] = pin
         return pin
 

@@ -67,7 +67,7 @@ class Engine:
             device=kv.layers[0].k.device,
         )
         self._live: dict[int, Sequence] = {}
-        self._prefix_names: dict[int, str] = {}
+        self._prefixes: dict[int, tuple[str, tuple[int, ...]]] = {}  # being computed
         self._num_requests = 0
         self._num_steps = 0
 
@@ -100,7 +100,7 @@ class Engine:
         """
         self._check_ids(tokens, "prompt")
         self._check_prompt(tokens)
-        if name in self.prefix.pins or name in self._prefix_names.values():
+        if name in {*self.prefix.pins, *(pending for pending, _ in self._prefixes.values())}:
             raise InvalidRequestError(f"prefix {name!r} is already pinned", param="name")
         if not self.config.cache.enable_prefix_caching:
             raise InvalidRequestError(
@@ -126,7 +126,7 @@ class Engine:
             prefill_only=True,
         )
         request = self._queue(sequence)
-        self._prefix_names[request] = name
+        self._prefixes[request] = name, tuple(tokens)
         return request
 
     def unpin(self, name: str) -> Pin:
@@ -135,7 +135,7 @@ class Engine:
     def abort(self, request: int) -> None:
         """Drop a request; unknown or finished ones are ignored, as they may have just ended."""
         if self._live.pop(request, None) is not None:
-            self._prefix_names.pop(request, None)
+            self._prefixes.pop(request, None)
             self.scheduler.abort(request)
             self.ledger.close(request)
 
@@ -179,8 +179,8 @@ class Engine:
 
     def _event(self, sequence: Sequence, token: int | None) -> TokenEvent:
         if token is None:
-            name = self._prefix_names.pop(sequence.request)
-            self.prefix.pin(name, sequence.tokens, sequence.entries, salt=sequence.salt)
+            name, tokens = self._prefixes.pop(sequence.request)
+            self.prefix.pin(name, tokens, sequence.blocks, salt=sequence.salt)
             self.scheduler.release(sequence)
         request, reason = sequence.request, sequence.finish_reason
         cached = sequence.num_cached_prompt
@@ -255,10 +255,8 @@ class Engine:
         return max(min(self.max_model_len, pool) - num_prompt, 1)
 
     def _check_pin_fits(self, name: str, num_blocks: int) -> None:
-        coming = sum(
-            len(self._live[request].tokens) // self.config.cache.block_size
-            for request in self._prefix_names
-        )
+        size = self.config.cache.block_size
+        coming = sum(len(tokens) // size for _, tokens in self._prefixes.values())
         total = self.prefix.num_pinned_blocks + coming + num_blocks
         limit = self.max_pinned_blocks
         if total > limit:
