@@ -10,7 +10,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from stairs.attention.choose import choose
+from stairs.attention.choose import SHORT_ROWS, choose
+from stairs.attention.gathered import attend_long
 from stairs.attention.meta import AttnMeta, LayerKV
 from stairs.attention.online import paged_online
 from stairs.attention.pages import write_kv
@@ -38,14 +39,27 @@ def attend(
     _check(q, k, v, layer_kv)
     if scale is None:
         scale = q.shape[-1] ** -0.5
-    choice = choose(backend=backend, device=q.device.type)
+    choice = choose(backend=backend, device=q.device.type, max_q=meta.max_q)
     out = torch.empty_like(q, memory_format=torch.contiguous_format)
+    if choice.implementation == "cpu":
+        _attend_cpu(q, k, v, layer_kv, meta, scale=scale, out=out)
+        return out
     write_kv(k, v, layer_kv, meta)
     if choice.implementation == "reference":
         paged_reference(q, layer_kv, meta, scale=scale, out=out)
     else:
         paged_online(q, layer_kv, meta, scale=scale, tile=choice.tile, out=out)
     return out
+
+
+def _attend_cpu(
+    q: Tensor, k: Tensor, v: Tensor, layer_kv: LayerKV, meta: AttnMeta, *, scale: float, out: Tensor
+) -> None:
+    from stairs.attention.cpu import write_and_attend_short  # Numba, only where it is used
+
+    write_and_attend_short(q, k, v, layer_kv, meta, scale=scale, out=out)
+    if meta.max_q >= SHORT_ROWS:
+        attend_long(q, layer_kv, meta, scale=scale, out=out)
 
 
 def _check(q: Tensor, k: Tensor, v: Tensor, layer_kv: LayerKV) -> None:

@@ -12,12 +12,17 @@ from stairs.errors import ConfigError
 
 __all__ = ["IMPLEMENTATIONS", "Choice", "Tile", "choose", "score_bytes_held"]
 
-Implementation = Literal["reference", "online"]
+SHORT_ROWS = 16  # a sequence with fewer queries runs in the Numba kernel, a longer one in SDPA
+SDPA_TILE = (64, 512)  # queries x keys that torch's CPU kernel holds a thread, from its source
+KEY_TILE = 64  # keys of one step of the Numba kernel: K and V of both stay in the first cache
+
+Implementation = Literal["reference", "online", "cpu"]
 
 # How often a pass over scores leaves the inner loop for memory, by implementation.
 IMPLEMENTATIONS: dict[Implementation, tuple[str, ...]] = {
     "reference": ("QK^T", "softmax", "times V"),
     "online": ("QK^T, softmax and times V, tile by tile",),
+    "cpu": ("QK^T, softmax and times V, tile by tile",),
 }
 
 
@@ -42,18 +47,35 @@ class Choice:
         return IMPLEMENTATIONS[self.implementation]
 
 
-def choose(*, backend: str = "auto", device: str = "cpu") -> Choice:
-    """The implementation for a call on ``device``. Raises ConfigError for an unknown backend."""
-    if backend == "reference":
-        return Choice("reference", Tile(), "asked for: the whole score matrix is materialised")
-    if backend == "online":
-        return Choice("online", Tile(128, 128), "asked for: tiles of 128 queries x 128 keys")
-    if backend != "auto":
+def choose(
+    *,
+    backend: str = "auto",
+    device: str = "cpu",
+    max_q: int = 1,
+    group_size: int = 1,
+    num_threads: int = 1,
+) -> Choice:
+    """The implementation for a call on ``device`` whose longest sequence feeds ``max_q`` rows.
+
+    Raises ConfigError for a backend that is unknown or does not run on the device.
+    """
+    if backend not in ("auto", *IMPLEMENTATIONS):
         raise ConfigError(
             f"attention_backend {backend!r} is unknown; one of auto, {', '.join(IMPLEMENTATIONS)}",
             param="attention_backend",
         )
-    return Choice("online", Tile(128, 128), f"the only tiled implementation on {device}")
+    if backend == "cpu" and device != "cpu":
+        raise ConfigError(
+            f"attention_backend cpu does not run on {device}", param="attention_backend"
+        )
+    if backend == "reference":
+        return Choice("reference", Tile(), "asked for: the whole score matrix is materialised")
+    if backend == "online" or device != "cpu":
+        return Choice("online", Tile(128, 128), "tiles of 128 queries x 128 keys in torch")
+    if max_q < SHORT_ROWS:
+        tile = Tile(SHORT_ROWS, KEY_TILE, group_size * num_threads)
+        return Choice("cpu", tile, f"fewer than {SHORT_ROWS} queries: pages read in place")
+    return Choice("cpu", Tile(*SDPA_TILE, num_threads), "long rows: pages gathered once for SDPA")
 
 
 def score_bytes_held(choice: Choice, *, rows: int, keys: int, heads: int, itemsize: int) -> int:
