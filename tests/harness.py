@@ -32,6 +32,9 @@ class DictSource:
     def load(self, name: str, dtype: torch.dtype) -> Tensor:
         return self.tensors[name].to(dtype).contiguous()
 
+    def packed(self, name: str) -> None:
+        return None
+
 
 @dataclasses.dataclass(frozen=True)
 class Tiny:

@@ -5,11 +5,11 @@ from __future__ import annotations
 import torch
 
 from stairs.cache.paged_kv import PagedKV
+from stairs.checkpoints.tensors import TensorSource
 from stairs.config import EngineConfig, ModelConfig
 from stairs.engine.core import Engine
 from stairs.engine.resolve import resolve
 from stairs.models.registry import build_model
-from stairs.models.weights import TensorSource
 
 __all__ = ["build_engine"]
 

@@ -35,15 +35,12 @@ class GPT2:
         self.config = config
         self.attention_backend = attention_backend
         c = config
-        self.embedding = weights.take("wte.weight", c.vocab_size, c.hidden_size)
-        self.positions = weights.take("wpe.weight", c.max_position_embeddings, c.hidden_size)
+        self.embedding = weights.tensor("wte.weight")
+        self.positions = weights.tensor("wpe.weight")
         self.layers = [_layer(config, weights, f"h.{i}") for i in range(c.num_layers)]
         self.norm = _norm(config, weights, "ln_f")
-        head = self.embedding
-        if not c.tie_word_embeddings:
-            head = weights.take("lm_head.weight", c.vocab_size, c.hidden_size)
-        self.head = Linear(head)
-        weights.finish()
+        tied = c.tie_word_embeddings
+        self.head = Linear(self.embedding) if tied else weights.linear("lm_head", bias=False)
 
     def forward(
         self, ids: Tensor, positions: Tensor, kv: Sequence[LayerKV], meta: AttnMeta
@@ -65,23 +62,21 @@ class GPT2:
 
 
 def _norm(config: ModelConfig, weights: Weights, name: str) -> LayerNorm:
-    size = config.hidden_size
-    weight, bias = weights.take(f"{name}.weight", size), weights.take(f"{name}.bias", size)
+    weight, bias = weights.tensor(f"{name}.weight"), weights.tensor(f"{name}.bias")
     return LayerNorm(weight, bias, config.norm_eps)
 
 
-def _linear(weights: Weights, name: str, columns: int, rows: int) -> Linear:
-    weight = weights.take(f"{name}.weight", columns, rows)
-    return Linear(weight.t().contiguous(), weights.take(f"{name}.bias", rows))
+def _linear(weights: Weights, name: str) -> Linear:
+    weight = weights.tensor(f"{name}.weight").t().contiguous()
+    return Linear(weight, weights.tensor(f"{name}.bias"))
 
 
 def _layer(c: ModelConfig, weights: Weights, prefix: str) -> Layer:
-    size = c.hidden_size
     return Layer(
         attention_norm=_norm(c, weights, f"{prefix}.ln_1"),
-        qkv=_linear(weights, f"{prefix}.attn.c_attn", size, 3 * size),
-        output=_linear(weights, f"{prefix}.attn.c_proj", size, size),
+        qkv=_linear(weights, f"{prefix}.attn.c_attn"),
+        output=_linear(weights, f"{prefix}.attn.c_proj"),
         mlp_norm=_norm(c, weights, f"{prefix}.ln_2"),
-        up=_linear(weights, f"{prefix}.mlp.c_fc", size, c.intermediate_size),
-        down=_linear(weights, f"{prefix}.mlp.c_proj", c.intermediate_size, size),
+        up=_linear(weights, f"{prefix}.mlp.c_fc"),
+        down=_linear(weights, f"{prefix}.mlp.c_proj"),
     )

@@ -40,9 +40,9 @@ class Llama:
         self.attention_backend = attention_backend
         c = config
         assert c.rope_theta is not None
-        self.embedding = weights.take("model.embed_tokens.weight", c.vocab_size, c.hidden_size)
+        self.embedding = weights.tensor("model.embed_tokens.weight")
         self.layers = [_layer(config, weights, i) for i in range(c.num_layers)]
-        self.norm = _norm(config, weights, "model.norm.weight", c.hidden_size)
+        self.norm = RMSNorm(weights.tensor("model.norm.weight"), c.norm_eps)
         self.rotary = Rotary(
             c.head_dim,
             c.rope_theta,
@@ -51,11 +51,8 @@ class Llama:
             dtype=weights.dtype,
             device=weights.device,
         )
-        head = self.embedding
-        if not c.tie_word_embeddings:
-            head = weights.take("lm_head.weight", c.vocab_size, c.hidden_size)
-        self.head = Linear(head)
-        weights.finish()
+        tied = c.tie_word_embeddings
+        self.head = Linear(self.embedding) if tied else weights.linear("lm_head", bias=False)
 
     def forward(
         self, ids: Tensor, positions: Tensor, kv: Sequence[LayerKV], meta: AttnMeta
@@ -88,42 +85,20 @@ class Llama:
         return layer.output(out.reshape(len(x), -1))
 
 
-def _norm(config: ModelConfig, weights: Weights, name: str, size: int) -> RMSNorm:
-    return RMSNorm(weights.take(name, size), config.norm_eps)
-
-
-def _linear(
-    weights: Weights, names: Sequence[str], rows: Sequence[int], columns: int, *, bias: bool
-) -> Linear:
-    weight = weights.stacked([f"{name}.weight" for name in names], rows, columns)
-    return Linear(
-        weight, weights.stacked([f"{name}.bias" for name in names], rows) if bias else None
-    )
-
-
 def _layer(c: ModelConfig, weights: Weights, index: int) -> Layer:
+    def norm(name: str) -> RMSNorm:
+        return RMSNorm(weights.tensor(f"{prefix}.{name}.weight"), c.norm_eps)
+
     prefix = f"model.layers.{index}"
     attn, mlp = f"{prefix}.self_attn", f"{prefix}.mlp"
-    q_size, kv_size = c.num_heads * c.head_dim, c.num_kv_heads * c.head_dim
-    gates = [f"{mlp}.gate_proj", f"{mlp}.up_proj"]
     return Layer(
-        input_norm=_norm(c, weights, f"{prefix}.input_layernorm.weight", c.hidden_size),
-        qkv=_linear(
-            weights,
-            [f"{attn}.{name}_proj" for name in "qkv"],
-            [q_size, kv_size, kv_size],
-            c.hidden_size,
-            bias=c.attention_bias,
-        ),
-        q_norm=_norm(c, weights, f"{attn}.q_norm.weight", c.head_dim) if c.qk_norm else None,
-        k_norm=_norm(c, weights, f"{attn}.k_norm.weight", c.head_dim) if c.qk_norm else None,
-        output=_linear(
-            weights, [f"{attn}.o_proj"], [c.hidden_size], q_size, bias=c.attention_output_bias
-        ),
-        mlp_norm=_norm(c, weights, f"{prefix}.post_attention_layernorm.weight", c.hidden_size),
-        gate_up=_linear(weights, gates, [c.intermediate_size] * 2, c.hidden_size, bias=c.mlp_bias),
-        down=_linear(
-            weights, [f"{mlp}.down_proj"], [c.hidden_size], c.intermediate_size, bias=c.mlp_bias
-        ),
+        input_norm=norm("input_layernorm"),
+        qkv=weights.linear(*(f"{attn}.{name}_proj" for name in "qkv"), bias=c.attention_bias),
+        q_norm=norm("self_attn.q_norm") if c.qk_norm else None,
+        k_norm=norm("self_attn.k_norm") if c.qk_norm else None,
+        output=weights.linear(f"{attn}.o_proj", bias=c.attention_output_bias),
+        mlp_norm=norm("post_attention_layernorm"),
+        gate_up=weights.linear(f"{mlp}.gate_proj", f"{mlp}.up_proj", bias=c.mlp_bias),
+        down=weights.linear(f"{mlp}.down_proj", bias=c.mlp_bias),
         rotates=index not in c.no_rope_layers,
     )

@@ -9,11 +9,12 @@ import torch
 from torch import Tensor
 
 from stairs.attention.meta import AttnMeta, LayerKV
+from stairs.checkpoints.tensors import TensorSource
 from stairs.config import ModelConfig
 from stairs.errors import ConfigError
 from stairs.models.gpt2 import GPT2
 from stairs.models.llama import Llama
-from stairs.models.weights import TensorSource, Weights
+from stairs.models.weights import Weights
 
 __all__ = ["MODELS", "Model", "build_model"]
 
@@ -46,8 +47,8 @@ def build_model(
 ) -> Model:
     """Load all weights of ``source`` in ``dtype`` onto ``device``.
 
-    Raises ConfigError for a model_type without a row, CheckpointError for a missing, unknown or
-    misshapen tensor.
+    Raises ConfigError for a model_type without a row. ``source`` has checked its tensors' names
+    and shapes when it was made.
     """
     if config.model_type not in MODELS:
         raise ConfigError(
