@@ -141,7 +141,7 @@ def _exp_overload(value):
 
 
 @njit
-def _prefetch_tile(pool, table, seat, head, start, stop):
+def _prefetch_keys(pool, table, seat, head, start, stop):
     """Ask for keys start .. stop, so that their pages arrive during the arithmetic before them."""
     _, kv_heads, block_size, head_dim = pool.shape
     line = 64 // pool.itemsize
@@ -183,8 +183,8 @@ def _dot_keys(scores, row, column, queries, pool, page, head, offset, num):
 
 
 @njit(fastmath=_SUMS)
-def _add_values(acc, row, column, weights, pool, page, head, offset, num):
-    """acc[row] += sum over j of weights[row, column + j] * pool[page, head, offset + j]."""
+def _add_values(parts, slot, row, weights, column, pool, page, head, offset, num):
+    """parts[slot, row] += sum over j of weights[row, column + j] * pool[page, head, offset + j]."""
     head_dim = pool.shape[3]
     whole = num // 4 * 4
     for j in range(0, whole, 4):
@@ -192,7 +192,7 @@ def _add_values(acc, row, column, weights, pool, page, head, offset, num):
         c, d = weights[row, column + j + 2], weights[row, column + j + 3]
         key = offset + j
         for e in range(head_dim):
-            acc[row, e] += (
+            parts[slot, row, e] += (
                 a * _widen(pool[page, head, key, e])
                 + b * _widen(pool[page, head, key + 1, e])
                 + c * _widen(pool[page, head, key + 2, e])
@@ -201,7 +201,7 @@ def _add_values(acc, row, column, weights, pool, page, head, offset, num):
     for j in range(whole, num):
         a = weights[row, column + j]
         for e in range(head_dim):
-            acc[row, e] += a * _widen(pool[page, head, offset + j, e])
+            parts[slot, row, e] += a * _widen(pool[page, head, offset + j, e])
 
 
 @njit
@@ -228,36 +228,22 @@ def _total(weights, row, num):
 
 @njit
 def _attend_tile(
-    queries,
-    rows,
-    group,
-    past,
-    k_pool,
-    v_pool,
-    table,
-    seat,
-    head,
-    start,
-    stop,
-    end,
-    scores,
-    m,
-    l,
-    acc,
+    queries, rows, group, past, k_pool, v_pool, table, seat, head, start, end, scores, parts, slot
 ):
-    """Add keys start .. stop to every row that sees some of them; the pairs it visited.
+    """Add the tile of keys at ``start`` to every row that sees some of them; the pairs it visited.
 
-    Rows are (query, head of the group): queries (R, D), state m, l (R,), acc (R, D).
+    Rows are (query, head of the group). ``end`` bounds the keys of this thread's run: the next
+    tile's pages are asked for while this one is worked on.
     """
-    block_size = k_pool.shape[2]
+    block_size, head_dim = k_pool.shape[2], k_pool.shape[3]
+    m, l = head_dim, head_dim + 1  # columns of parts behind the accumulator
+    stop = min(start + KEY_TILE, end)
     num_pairs = 0
     key = start
     while key < stop:
-        page = table[seat, key // block_size]
-        offset = key % block_size
+        page, offset = table[seat, key // block_size], key % block_size
         num = min(block_size - offset, stop - key)
-        ahead = key + KEY_TILE
-        _prefetch_tile(k_pool, table, seat, head, ahead, min(ahead + num, end))
+        _prefetch_keys(k_pool, table, seat, head, key + KEY_TILE, min(key + KEY_TILE + num, end))
         for row in range(rows):
             seen = min(num, past + row // group + 1 - key)
             if seen > 0:
@@ -267,30 +253,28 @@ def _attend_tile(
     for row in range(rows):
         seen = min(stop, past + row // group + 1) - start
         if seen > 0:
-            largest = _largest(scores, row, seen, m[row])
-            kept = _exp(m[row] - largest)
-            m[row] = largest
+            largest = _largest(scores, row, seen, parts[slot, row, m])
+            kept = _exp(parts[slot, row, m] - largest)
+            parts[slot, row, m] = largest
             _exponentials(scores, row, seen, largest)
-            l[row] = l[row] * kept + _total(scores, row, seen)
-            for e in range(acc.shape[1]):
-                acc[row, e] *= kept
+            parts[slot, row, l] = parts[slot, row, l] * kept + _total(scores, row, seen)
+            for e in range(head_dim):
+                parts[slot, row, e] *= kept
     key = start
     while key < stop:
-        page = table[seat, key // block_size]
-        offset = key % block_size
+        page, offset = table[seat, key // block_size], key % block_size
         num = min(block_size - offset, stop - key)
-        ahead = key + KEY_TILE
-        _prefetch_tile(v_pool, table, seat, head, ahead, min(ahead + num, end))
+        _prefetch_keys(v_pool, table, seat, head, key + KEY_TILE, min(key + KEY_TILE + num, end))
         for row in range(rows):
             seen = min(num, past + row // group + 1 - key)
             if seen > 0:
-                _add_values(acc, row, key - start, scores, v_pool, page, head, offset, seen)
+                _add_values(parts, slot, row, scores, key - start, v_pool, page, head, offset, seen)
         key += num
     return num_pairs
 
 
 @njit
-def _check_pages(cu_q, kv_len, block_table, slots, num_pages, block_size):
+def _check_ids(cu_q, kv_len, block_table, slots, num_pages, block_size):
     """Raise before anything is read or written through an id that is not in the pool."""
     for slot in slots:
         if slot < 0 or slot >= num_pages * block_size:
@@ -298,160 +282,141 @@ def _check_pages(cu_q, kv_len, block_table, slots, num_pages, block_size):
     for seat in range(kv_len.shape[0]):
         if cu_q[seat] < cu_q[seat + 1]:
             for column in range((kv_len[seat] + block_size - 1) // block_size):
-                page = block_table[seat, column]
-                if page < 0 or page >= num_pages:
+                if block_table[seat, column] < 0 or block_table[seat, column] >= num_pages:
                     raise IndexError("page id outside the K/V pool")
 
 
 @njit
 def _write(rows, pool, slots):
-    block_size, head_dim = pool.shape[2], pool.shape[3]
+    _, kv_heads, block_size, head_dim = pool.shape
     for token in range(rows.shape[0]):
         page, offset = slots[token] // block_size, slots[token] % block_size
-        for head in range(pool.shape[1]):
+        for head in range(kv_heads):
             for e in range(head_dim):
                 pool[page, head, offset, e] = rows[token, head, e]
 
 
 @njit
-def _plan(cu_q, kv_len, group, short_rows):
-    """Where each sequence's work starts, in units; the last entry is the total.
+def _plan(cu_q, kv_len, group, plan):
+    """Fill plan (S, 2) with tiles and their cost; the largest number of rows.
 
-    A tile of one kv head costs its bytes plus its rows: max(rows, 4) units, by eye.
+    A tile costs its bytes and its rows: max(rows, 4), an estimate that only balances threads.
     """
-    num_sequences = kv_len.shape[0]
-    tiles = np.zeros(num_sequences, np.int64)
-    cost = np.ones(num_sequences, np.int64)
-    for seat in range(num_sequences):
+    most_rows = 0
+    for seat in range(kv_len.shape[0]):
+        rows = (cu_q[seat + 1] - cu_q[seat]) * group
+        short = 0 < rows < SHORT_ROWS * group
+        plan[seat, 0] = (kv_len[seat] + KEY_TILE - 1) // KEY_TILE if short else 0
+        plan[seat, 1] = max(rows, 4)
+        if short:
+            most_rows = max(most_rows, rows)
+    return most_rows
+
+
+@njit
+def _attend_part(
+    thread, num_threads, q, k_pool, v_pool, cu_q, kv_len, table, scale, plan, parts, visits
+):
+    """One thread's run of tiles, an equal share of the cost over all (sequence, kv head) tasks.
+
+    Its part of a task lies at slot task + thread: no two parts share a slot, because a thread
+    enters a task only where the thread before it left it.
+    """
+    kv_heads, head_dim = k_pool.shape[1], k_pool.shape[3]
+    group = q.shape[1] // kv_heads
+    total = 0
+    for seat in range(kv_len.shape[0]):
+        total += plan[seat, 0] * plan[seat, 1] * kv_heads
+    first, last = total * thread // num_threads, total * (thread + 1) // num_threads
+    queries = np.empty((parts.shape[1], head_dim), q.dtype)
+    scores = np.empty((parts.shape[1], KEY_TILE), q.dtype)
+    base = 0
+    for task in range(kv_len.shape[0] * kv_heads):
+        seat, head = task // kv_heads, task % kv_heads
+        tiles, cost = plan[seat, 0], plan[seat, 1]
+        # A tile belongs to the thread in whose range its first unit of cost lies.
+        low = max(0, (first - base + cost - 1) // cost)
+        high = min(tiles, (last - base + cost - 1) // cost)
+        base += tiles * cost
+        if low >= high:
+            continue
         num_q = cu_q[seat + 1] - cu_q[seat]
-        if 0 < num_q < short_rows:
-            tiles[seat] = (kv_len[seat] + KEY_TILE - 1) // KEY_TILE
-            cost[seat] = max(num_q * group, 4)
-    return tiles, cost
+        slot = task + thread
+        for row in range(num_q * group):
+            query, column = cu_q[seat] + row // group, head * group + row % group
+            for e in range(head_dim):
+                queries[row, e] = scale * q[query, column, e]
+                parts[slot, row, e] = 0
+            parts[slot, row, head_dim] = -np.inf
+            parts[slot, row, head_dim + 1] = 0
+        past, end = kv_len[seat] - num_q, min(high * KEY_TILE, kv_len[seat])
+        visits[slot, 0] = task
+        for start in range(low * KEY_TILE, end, KEY_TILE):
+            visits[slot, 1] += _attend_tile(
+                queries, num_q * group, group, past, k_pool, v_pool, table, seat, head, start, end,
+                scores, parts, slot,
+            )  # fmt: skip
+        visits[slot, 2] += end - low * KEY_TILE
+
+
+@njit
+def _finish(num_threads, cu_q, plan, parts, visits, kv_heads, key_bytes, out, counts):
+    """Merge the parts of every row, divide by the denominator, and sum what was visited."""
+    head_dim = out.shape[2]
+    group = out.shape[1] // kv_heads
+    m, l = head_dim, head_dim + 1
+    for task in range(plan.shape[0] * kv_heads):
+        seat, head = task // kv_heads, task % kv_heads
+        num_q = cu_q[seat + 1] - cu_q[seat]
+        for slot in range(task, task + num_threads):
+            if visits[slot, 0] == task:
+                counts[seat, 0] += visits[slot, 1]
+                counts[seat, 1] += visits[slot, 2] * key_bytes
+        for row in range(num_q * group if num_q < SHORT_ROWS else 0):
+            query, column = cu_q[seat] + row // group, head * group + row % group
+            largest = -parts.dtype.type(np.inf)
+            for slot in range(task, task + num_threads):
+                if visits[slot, 0] == task:
+                    largest = max(largest, parts[slot, row, m])
+            total = parts.dtype.type(0)
+            out[query, column] = 0
+            for slot in range(task, task + num_threads):
+                if visits[slot, 0] == task and parts[slot, row, l] != 0:
+                    kept = _exp(parts[slot, row, m] - largest)
+                    total += kept * parts[slot, row, l]
+                    for e in range(head_dim):
+                        out[query, column, e] += kept * parts[slot, row, e]
+            if total != 0:  # true for NaN, which must arrive
+                for e in range(head_dim):
+                    out[query, column, e] /= total
 
 
 @njit(parallel=True, nogil=True, cache=True)
 def _write_and_attend(
     q, k, v, k_pool, v_pool, cu_q, kv_len, block_table, slots, scale, out, counts, num_threads
 ):
-    """See write_and_attend_short; arrays instead of tensors."""
+    """write_and_attend_short, on arrays. What needs no threads is compiled without them."""
     num_pages, kv_heads, block_size, head_dim = k_pool.shape
-    group = q.shape[1] // kv_heads
-    num_sequences = kv_len.shape[0]
-    _check_pages(cu_q, kv_len, block_table, slots, num_pages, block_size)
+    _check_ids(cu_q, kv_len, block_table, slots, num_pages, block_size)
     _write(k, k_pool, slots)
     _write(v, v_pool, slots)
-    row_bytes = kv_heads * head_dim * (k_pool.itemsize + v_pool.itemsize)
-    tiles, cost = _plan(cu_q, kv_len, group, SHORT_ROWS)
-    most_rows = 0
-    total = 0
-    for seat in range(num_sequences):
-        num_q = cu_q[seat + 1] - cu_q[seat]
-        counts[seat, 2] += num_q * row_bytes
-        if tiles[seat]:
-            most_rows = max(most_rows, num_q * group)
-        elif num_q < SHORT_ROWS:
-            out[cu_q[seat] : cu_q[seat + 1]] = 0  # no key to see
-        total += tiles[seat] * cost[seat] * kv_heads
-
-    # Thread t's part of task (seat, head) lies at slot task + t: no two parts share a slot,
-    # because a thread enters a task only where the thread before it left it.
-    num_slots = num_sequences * kv_heads + num_threads
-    owner = np.full(num_slots, -1, np.int64)
-    visited = np.zeros((num_slots, 2), np.int64)  # pairs, bytes
-    part_m = np.empty((num_slots, most_rows), q.dtype)
-    part_l = np.empty((num_slots, most_rows), q.dtype)
-    part_acc = np.empty((num_slots, most_rows, head_dim), q.dtype)
-    for thread in prange(num_threads):
-        first, last = total * thread // num_threads, total * (thread + 1) // num_threads
-        queries = np.empty((most_rows, head_dim), q.dtype)
-        scores = np.empty((most_rows, KEY_TILE), q.dtype)
-        base = 0
-        for task in range(num_sequences * kv_heads):
-            seat, head = task // kv_heads, task % kv_heads
-            # A tile belongs to the thread in whose range its first unit lies.
-            low = max(0, (first - base + cost[seat] - 1) // cost[seat])
-            high = min(tiles[seat], (last - base + cost[seat] - 1) // cost[seat])
-            base += tiles[seat] * cost[seat]
-            if low >= high:
-                continue
-            num_q = cu_q[seat + 1] - cu_q[seat]
-            rows = num_q * group
-            for row in range(rows):
-                for e in range(head_dim):
-                    queries[row, e] = (
-                        scale * q[cu_q[seat] + row // group, head * group + row % group, e]
-                    )
-            slot = task + thread
-            owner[slot] = task
-            m, l, acc = part_m[slot, :rows], part_l[slot, :rows], part_acc[slot, :rows]
-            m[:] = -np.inf
-            l[:] = 0
-            acc[:] = 0
-            past = kv_len[seat] - num_q
-            end = min(high * KEY_TILE, kv_len[seat])
-            for tile in range(low, high):
-                start = tile * KEY_TILE
-                stop = min(start + KEY_TILE, kv_len[seat])
-                visited[slot, 0] += _attend_tile(
-                    queries,
-                    rows,
-                    group,
-                    past,
-                    k_pool,
-                    v_pool,
-                    block_table,
-                    seat,
-                    head,
-                    start,
-                    stop,
-                    end,
-                    scores,
-                    m,
-                    l,
-                    acc,
-                )
-                visited[slot, 1] += (stop - start) * row_bytes // kv_heads
-
-    for task in prange(num_sequences * kv_heads):
-        seat, head = task // kv_heads, task % kv_heads
-        if tiles[seat]:
-            for row in range((cu_q[seat + 1] - cu_q[seat]) * group):
-                _finish(
-                    task,
-                    row,
-                    owner,
-                    part_m,
-                    part_l,
-                    part_acc,
-                    out[cu_q[seat] + row // group, head * group + row % group],
-                    num_threads,
-                )
-    for task in range(num_sequences * kv_heads):
-        for slot in range(task, task + num_threads):
-            if owner[slot] == task:
-                counts[task // kv_heads, 0] += visited[slot, 0]
-                counts[task // kv_heads, 1] += visited[slot, 1]
-
-
-@njit
-def _finish(task, row, owner, part_m, part_l, part_acc, out, num_threads):
-    """Merge the parts of one row and divide by the denominator."""
-    m = -part_m.dtype.type(np.inf)
-    for slot in range(task, task + num_threads):
-        if owner[slot] == task:
-            m = max(m, part_m[slot, row])
-    l = part_l.dtype.type(0)
-    out[:] = 0
-    for slot in range(task, task + num_threads):
-        if owner[slot] == task and part_l[slot, row] != 0:
-            kept = _exp(part_m[slot, row] - m)
-            l += kept * part_l[slot, row]
-            for e in range(out.shape[0]):
-                out[e] += kept * part_acc[slot, row, e]
-    if l != 0:
-        for e in range(out.shape[0]):
-            out[e] /= l
+    key_bytes = head_dim * (k_pool.itemsize + v_pool.itemsize)
+    for seat in range(kv_len.shape[0]):
+        counts[seat, 2] += (cu_q[seat + 1] - cu_q[seat]) * kv_heads * key_bytes
+    plan = np.empty((kv_len.shape[0], 2), np.int64)  # tiles of one kv head, cost of a tile
+    most_rows = _plan(cu_q, kv_len, q.shape[1] // kv_heads, plan)
+    if most_rows:
+        num_slots = kv_len.shape[0] * kv_heads + num_threads
+        parts = np.empty((num_slots, most_rows, head_dim + 2), q.dtype)  # acc, m, l
+        visits = np.empty((num_slots, 3), np.int64)  # owning task, pairs, keys
+        for slot in range(num_slots):
+            visits[slot, 0], visits[slot, 1], visits[slot, 2] = -1, 0, 0
+        for thread in prange(num_threads):
+            _attend_part(
+                thread, num_threads, q, k_pool, v_pool, cu_q, kv_len, block_table, scale, plan,
+                parts, visits,
+            )  # fmt: skip
+        _finish(num_threads, cu_q, plan, parts, visits, kv_heads, key_bytes, out, counts)
 
 
 def _share_threads(num_threads: int) -> int:
