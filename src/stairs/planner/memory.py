@@ -1,0 +1,139 @@
+"""Who takes a device's memory, and how many users fit in what is left for K/V."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from stairs.accounting import costs
+from stairs.accounting.hardware import Device
+from stairs.accounting.table import Quantity
+from stairs.accounting.weights import stored_weight_bytes
+from stairs.config import DTYPE_BYTES, ModelConfig
+from stairs.engine.resolve import CPU_POOL_FRACTION, available_memory
+
+__all__ = ["Memory", "activation_peak", "peak_bytes", "plan_memory", "users_that_fit"]
+
+# CUDA context, libraries, workspaces and captured graphs; an engine measures its own at start.
+GPU_OVERHEAD_BYTES = 2 * 2**30
+
+
+@dataclass(frozen=True, slots=True)
+class Memory:
+    """Bytes of one device; ``pool`` is what K/V may take, negative if the rest is too much."""
+
+    total: Quantity
+    usable: Quantity
+    weights: Quantity
+    activations: Quantity
+    workspace: Quantity
+    pool: Quantity
+
+    @property
+    def pool_bytes(self) -> int:
+        return int(self.pool.value or 0)
+
+
+def activation_peak(
+    config: ModelConfig, *, tokens: int, logits_rows: int, itemsize: int
+) -> dict[str, int]:
+    """Largest activations held at once in a step of ``tokens``, by what holds them.
+
+    residual T·D·b, beside the widest of: q, k, v, attention's output and its copy
+    T·(2H + 2K)·d·b; the MLP's T·3·F·b (2 plain); logits n·V·(b + 4) with their fp32 copy.
+    """
+    c = config
+    width = c.intermediate_size
+    if c.moe is not None:
+        routed = c.moe.experts_per_token * c.moe.expert_size + c.moe.shared_size
+        width = max(routed, width if c.moe.num_dense_layers else 0)
+    heads = (2 * c.num_heads + 2 * c.num_kv_heads) * c.head_dim
+    return {
+        "residual": tokens * c.hidden_size * itemsize,
+        "attention": tokens * heads * itemsize,
+        "mlp": tokens * (3 if c.gated_mlp else 2) * width * itemsize,
+        "logits": logits_rows * c.vocab_size * (itemsize + 4),
+    }
+
+
+def peak_bytes(parts: dict[str, int]) -> int:
+    """The residual stays; the others take turns."""
+    return parts["residual"] + max(parts["attention"], parts["mlp"], parts["logits"])
+
+
+def plan_memory(
+    config: ModelConfig,
+    device: Device,
+    *,
+    dtype: str,
+    step_tokens: int,
+    max_num_seqs: int,
+    utilization: float,
+    devices: int = 1,
+) -> Memory:
+    """On a GPU the pool is what is left; on a CPU the engine's own share of what is free.
+
+    All figures are sums over ``devices`` that split the weights and each keep their own rest.
+    """
+    itemsize = DTYPE_BYTES[dtype]
+    weights = Quantity(
+        stored_weight_bytes(config, itemsize),
+        "B", "stored bytes", "exact", f"parameters of the config, {config.weight_format or dtype}",
+    )  # fmt: skip
+    peak = activation_peak(config, tokens=step_tokens, logits_rows=max_num_seqs, itemsize=itemsize)
+    activations = Quantity(
+        peak_bytes(peak), "B", "stored bytes", "estimate",
+        f"a step of {step_tokens} tokens and {max_num_seqs} rows of logits",
+    )  # fmt: skip
+    if device.is_cpu:
+        free = available_memory()
+        total = Quantity(free, "B", "stored bytes", "measured", "free on this machine now")
+        workspace = Quantity(0, "B", "stored bytes", "estimate", "none kept on a CPU")
+        pool = Quantity(
+            min(int(free * CPU_POOL_FRACTION), _left(free, weights, activations, workspace)),
+            "B", "stored bytes", "exact", f"the engine takes {CPU_POOL_FRACTION:g} of what is free",
+        )  # fmt: skip
+        return Memory(total, total, weights, activations, workspace, pool)
+    assert device.memory is not None
+    total = replace(device.memory, value=device.memory.value * devices).quantity(
+        "B", "stored bytes"
+    )
+    usable = Quantity(
+        int(device.memory.value * devices * utilization), "B", "stored bytes", total.kind,
+        f"gpu_memory_utilization {utilization:g}",
+    )  # fmt: skip
+    activations = replace(activations, value=int(activations.value or 0) * devices)
+    workspace = Quantity(
+        GPU_OVERHEAD_BYTES * devices, "B", "stored bytes", "estimate",
+        "context, libraries, graphs: assumed, measured at an engine's start",
+    )  # fmt: skip
+    pool = Quantity(
+        _left(int(usable.value or 0), weights, activations, workspace),
+        "B", "stored bytes", "estimate", "usable - weights - activations - workspace",
+    )  # fmt: skip
+    return Memory(total, usable, weights, activations, workspace, pool)
+
+
+def _left(usable: int, *taken: Quantity) -> int:
+    return usable - sum(int(quantity.value or 0) for quantity in taken)
+
+
+def users_that_fit(
+    config: ModelConfig,
+    pool_bytes: int,
+    *,
+    context: int,
+    kv_itemsize: int,
+    block_size: int,
+    shared: int = 0,
+) -> int:
+    """Users of ``context`` tokens each that the pool holds, when their first ``shared`` tokens
+    are the same: its full blocks are stored once. A windowed layer soon drops a prefix, so
+    nothing of it is shared there."""
+    each = costs.kv_sequence_bytes(config, context, kv_itemsize, block_size=block_size)
+    _, growing = costs.kv_fixed_and_growing(config, kv_itemsize)
+    once = costs.prefix_hit(shared, context, block_size=block_size) * growing
+    block = costs.kv_values_per_token(config) * kv_itemsize * block_size * config.num_layers
+    whole = pool_bytes // block * block
+    if once > whole:
+        return 0
+    return (whole - once) // (each - once)
