@@ -7,17 +7,18 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from stairs.config import SamplingParams
-    from stairs.llm import LLM
+    from stairs.llm import LLM, RequestOutput
 
 __version__ = "0.1.0"
 
 # Names resolve on first use, so that `import stairs` (and `stairs plan`) never loads torch.
 _HOME = {
     "LLM": "stairs.llm",
+    "RequestOutput": "stairs.llm",
     "SamplingParams": "stairs.config",
 }
 
-__all__ = ["LLM", "SamplingParams"]
+__all__ = ["LLM", "RequestOutput", "SamplingParams"]
 
 
 def __getattr__(name: str) -> Any:

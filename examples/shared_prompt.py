@@ -1,0 +1,99 @@
+"""Eight visitors ask a library's help desk at once, and all share one system prompt.
+
+The prompt's K/V are computed ahead and pinned. The eight requests then run in one batch: each
+feeds only its own question, and their tokens stream together. `make run` runs this.
+"""
+
+from __future__ import annotations
+
+import shutil
+import sys
+import time
+from importlib.resources import files
+
+from stairs import LLM, RequestOutput, SamplingParams
+
+QUESTIONS = (
+    "When are you open on Saturday?",
+    "How many books can I borrow at once?",
+    "What does a lost card cost?",
+    "Can I print in colour, and what is the price?",
+    "When is story time?",
+    "My film is two days late. What do I pay?",
+    "How do I get a library card?",
+    "Is there a book club?",
+)
+ANSWER = SamplingParams(temperature=0, max_tokens=48)
+MIB = 1024 * 1024
+
+
+def stream(llm: LLM, conversations: list[list[dict[str, str]]]) -> list[RequestOutput]:
+    """Show the answers as they grow: a line each, rewritten in place on a terminal; elsewhere each
+    is printed when it is done."""
+    live, num = sys.stdout.isatty(), len(conversations)
+    texts, outputs = [""] * num, {}
+    print("\n" * (num if live else 0), end="")
+    for event in llm.stream(conversations, ANSWER):
+        texts[event.index] += event.delta
+        outputs[event.index] = event.output
+        line = f"  {event.index + 1}  {' '.join(texts[event.index].split())}"
+        if live:
+            up, width = num - event.index, shutil.get_terminal_size().columns - 1
+            print(f"\033[{up}A\r\033[K{line[-width:]}\033[{up}B\r", end="", flush=True)
+        elif event.finish_reason:
+            print(line, flush=True)
+    return [outputs[i] for i in range(num)]
+
+
+def show_costs(outputs: list[RequestOutput]) -> None:
+    """One line a request; pairs are (query, key) in one head of one layer."""
+    print(
+        "    first   per  rows  rows            query-key pairs        K/V MiB\n"
+        "    token token cached  fed chunks predicted   counted predicted allocated\n"
+        "    ----- ----- ------ ---- ------ --------- --------- --------- ---------"
+    )
+    for number, output in enumerate(outputs, 1):
+        m = output.metrics
+        fed = m.prefill.new_tokens + m.decode.new_tokens
+        pairs = m.prefill.pairs + m.decode.pairs
+        counted = m.prefill.pairs_counted + m.decode.pairs_counted
+        print(
+            f"  {number} {m.time_to_first_token * 1000:5.0f} {m.time_per_output_token * 1000:5.1f}"
+            f" {output.num_cached_tokens:6} {fed:4} {m.prefill.chunks:6} {pairs:9,} {counted:9,}"
+            f" {m.decode.kv_bytes_stored / MIB:9.2f} {m.decode.kv_bytes_allocated / MIB:9.2f}"
+        )
+
+
+def main() -> None:
+    begin = time.perf_counter()
+    llm = LLM("smollm2")
+    print(f"smollm2 loaded in {time.perf_counter() - begin:.1f} s")
+
+    text = files("stairs.text").joinpath("system_prompt.txt").read_text(encoding="utf-8")
+    desk = {"role": "system", "content": text.strip()}
+    begin = time.perf_counter()
+    pin = llm.pin("desk", [desk])
+    print(f"system prompt computed ahead and pinned: {pin.num_tokens} tokens", end=", ")
+    print(f"{time.perf_counter() - begin:.2f} s")
+
+    print(f"{len(QUESTIONS)} visitors at once:")
+    for number, question in enumerate(QUESTIONS, 1):
+        print(f"  {number}  {question}")
+    print()
+    begin = time.perf_counter()
+    conversations = [[desk, {"role": "user", "content": question}] for question in QUESTIONS]
+    outputs = stream(llm, conversations)
+    seconds = time.perf_counter() - begin
+    num_tokens = sum(len(output.outputs[0].token_ids) for output in outputs)
+    print(f"\n{num_tokens} tokens in {seconds:.1f} s, {num_tokens / seconds:.0f} a second\n")
+    show_costs(outputs)
+    print(
+        "\nTry next:\n"
+        "  stairs compare smollm2   the same request with and without each technique\n"
+        "  stairs chat smollm2      talk with it\n"
+        "  python examples/why.py   eight questions, each answered by running it"
+    )
+
+
+if __name__ == "__main__":
+    main()
