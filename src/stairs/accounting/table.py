@@ -159,6 +159,8 @@ def show(value: float | None, unit: Unit, units: Units = "short") -> str:
         return str(value)
     if unit == "B":
         binary = _binary(value)
+        if value == 0:
+            return binary
         return f"{binary} ({_decimal(value, 'B')})" if units == "both" else binary
     if unit == "FLOP":
         flop = _decimal(value, "FLOP")
@@ -172,14 +174,15 @@ def show(value: float | None, unit: Unit, units: Units = "short") -> str:
 
 
 def _binary(value: float) -> str:
-    """The largest binary unit that shows the value exactly in two decimals, else rounded."""
+    """The largest binary unit, or MiB where only they show the value exactly (3,600 MiB)."""
     names = ["B", "KiB", "MiB", "GiB", "TiB"]
-    largest = min(len(names) - 1, max(0, int(abs(value)).bit_length() - 1) // 10)
-    for power in range(largest, max(-1, largest - 2), -1):
-        scaled = value / 1024**power
-        if round(scaled, 2) == scaled and scaled < 100_000:
-            return f"{scaled:,.2f}".rstrip("0").rstrip(".") + f" {names[power]}"
-    return f"{value / 1024**largest:,.2f} {names[largest]}"
+    power = min(len(names) - 1, max(0, int(abs(value)).bit_length() - 1) // 10)
+    exact = round(value / 1024**power, 2) == value / 1024**power
+    if not exact and power > 2 and value % 2**20 == 0 and value < 100_000 * 2**20:
+        power = 2
+        exact = True
+    text = f"{value / 1024**power:,.2f}"
+    return (text.rstrip("0").rstrip(".") if exact else text) + f" {names[power]}"
 
 
 def _decimal(value: float, unit: str) -> str:
@@ -268,10 +271,7 @@ def _align(
 
 def _lines(row: list[str], widths: list[int], right: list[bool]) -> list[str]:
     """One row as one or more lines, each cell wrapped to its column's width."""
-    wrapped = [
-        textwrap.wrap(cell, max(w, 1), break_long_words=False, break_on_hyphens=False) or [""]
-        for cell, w in zip(row, widths, strict=True)
-    ]
+    wrapped = [_wrap(cell, w) for cell, w in zip(row, widths, strict=True)]
     height = max(len(cell) for cell in wrapped)
     lines = []
     for k in range(height):
@@ -283,6 +283,19 @@ def _lines(row: list[str], widths: list[int], right: list[bool]) -> list[str]:
         ]
         lines.append("  ".join(parts).rstrip().replace(_GLUE, " "))
     return lines
+
+
+def _wrap(cell: str, width: int) -> list[str]:
+    """The cell's lines; all of them keep the indent of its first."""
+    indent = " " * (len(cell) - len(cell.lstrip(" ")))
+    lines = textwrap.wrap(
+        cell,
+        max(width, 1),
+        subsequent_indent=indent,
+        break_long_words=False,
+        break_on_hyphens=False,
+    )
+    return lines or [""]
 
 
 def _width(block: tuple[list[str], list[str]]) -> int:

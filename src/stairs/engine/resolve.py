@@ -13,7 +13,7 @@ from stairs.accounting import costs
 from stairs.config import DTYPE_BYTES, EngineConfig, ModelConfig
 from stairs.errors import ConfigError
 
-__all__ = ["CPU_POOL_FRACTION", "available_memory", "resolve"]
+__all__ = ["CPU_POOL_FRACTION", "available_memory", "cpu_pool_budget", "resolve"]
 
 # Share of the memory that is free at start which the K/V pool takes on a CPU by default.
 CPU_POOL_FRACTION = 0.25
@@ -40,8 +40,7 @@ def resolve(
         most = config.max_num_seqs * costs.blocks_for(max_model_len, cache.block_size)
         budget = cache.memory_bytes
         if budget is None:
-            free = available_memory() if memory is None else memory
-            budget = int(free * CPU_POOL_FRACTION)
+            budget = cpu_pool_budget(available_memory() if memory is None else memory)
             num_blocks = min(budget // block_bytes, most)
         else:
             num_blocks = budget // block_bytes
@@ -57,6 +56,11 @@ def resolve(
         dtype=dtype,
         cache=replace(cache, dtype=kv_dtype, num_blocks=num_blocks),
     )
+
+
+def cpu_pool_budget(free: int) -> int:
+    """Bytes of K/V that a CPU's pool may take of what is free, unless it is told."""
+    return int(free * CPU_POOL_FRACTION)
 
 
 def available_memory() -> int:

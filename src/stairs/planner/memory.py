@@ -9,7 +9,7 @@ from stairs.accounting.hardware import Device
 from stairs.accounting.table import Quantity
 from stairs.accounting.weights import stored_weight_bytes
 from stairs.config import DTYPE_BYTES, ModelConfig
-from stairs.engine.resolve import CPU_POOL_FRACTION, available_memory
+from stairs.engine.resolve import CPU_POOL_FRACTION, available_memory, cpu_pool_budget
 
 __all__ = ["Memory", "activation_peak", "peak_bytes", "plan_memory", "users_that_fit"]
 
@@ -68,11 +68,13 @@ def plan_memory(
     step_tokens: int,
     max_num_seqs: int,
     utilization: float,
+    most_kv: int,
     devices: int = 1,
 ) -> Memory:
     """On a GPU the pool is what is left; on a CPU the engine's own share of what is free.
 
-    All figures are sums over ``devices`` that split the weights and each keep their own rest.
+    ``most_kv``: K/V of all sequences at full length, which a CPU's pool never exceeds. All figures
+    are sums over ``devices`` that split the weights and each keep their own rest.
     """
     itemsize = DTYPE_BYTES[dtype]
     weights = Quantity(
@@ -89,8 +91,9 @@ def plan_memory(
         total = Quantity(free, "B", "stored bytes", "measured", "free on this machine now")
         workspace = Quantity(0, "B", "stored bytes", "estimate", "none kept on a CPU")
         pool = Quantity(
-            min(int(free * CPU_POOL_FRACTION), _left(free, weights, activations, workspace)),
-            "B", "stored bytes", "exact", f"the engine takes {CPU_POOL_FRACTION:g} of what is free",
+            min(cpu_pool_budget(free), most_kv, _left(free, weights, activations, workspace)),
+            "B", "stored bytes", "exact",
+            f"at most {CPU_POOL_FRACTION:g} of what is free, or all sequences whole",
         )  # fmt: skip
         return Memory(total, total, weights, activations, workspace, pool)
     assert device.memory is not None

@@ -75,11 +75,13 @@ class Setting:
 
 @dataclass(frozen=True, slots=True)
 class Phase:
-    """One row: FLOPs are exact, stored and moved bytes and time are predictions."""
+    """One row: FLOPs and the largest step (score cells of one head of one layer) are exact;
+    stored and moved bytes and time are predictions."""
 
     name: str
     cost: StepCost
     stored: int
+    largest_step: int
     seconds: float
     sides: dict[str, str]
 
@@ -94,10 +96,11 @@ def phases(setting: Setting) -> list[Phase]:
         _phase(s, f"last chunk of {new}", [(new, context)], logits_rows=1),
         _phase(s, "decode, 1 user", [(1, s.context)], logits_rows=1),
     ]
+    users = "1 user" if s.batch == 1 else f"{s.batch} users"
     if s.batch > 1:
-        rows.append(_phase(s, f"decode, {s.batch} users", decodes, logits_rows=s.batch))
+        rows.append(_phase(s, f"decode, {users}", decodes, logits_rows=s.batch))
     mixed = [*decodes, (new, context)]
-    name = f"decode, {s.batch} users, and a chunk"
+    name = f"decode, {users}, and a chunk"
     return [training_step(s), *rows, _phase(s, name, mixed, logits_rows=s.batch)]
 
 
@@ -106,12 +109,18 @@ def _phase(setting: Setting, name: str, work: costs.Work, *, logits_rows: int) -
     tokens = sum(new for new, _ in work)
     stored = sum(setting.kv_bytes(context) for _, context in work)
     stored += setting.activations(tokens, logits_rows)
-    return _row(setting, name, cost, stored)
+    return _row(setting, name, cost, stored, work)
 
 
-def _row(setting: Setting, name: str, cost: StepCost, stored: int) -> Phase:
-    sides = {group: roofline(cost, setting.device, group)[0] for group in cost.groups}
-    return Phase(name, cost, stored, setting.model.seconds(cost, setting.device), dict(sides))
+def _row(setting: Setting, name: str, cost: StepCost, stored: int, work: costs.Work) -> Phase:
+    return Phase(
+        name=name,
+        cost=cost,
+        stored=stored,
+        largest_step=sum(costs.square_pairs(new, context) for new, context in work),
+        seconds=setting.model.seconds(cost, setting.device),
+        sides={group: roofline(cost, setting.device, group)[0] for group in cost.groups},
+    )
 
 
 def training_step(setting: Setting) -> Phase:
@@ -134,7 +143,8 @@ def training_step(setting: Setting) -> Phase:
     # A kernel's output is read at least once again: about half of what moves is kept.
     kept = s.context * activation_values(s.config) * s.itemsize // 2
     kept += s.context * s.config.vocab_size * (s.itemsize + 4)
-    return _row(s, f"training step, 1 x {s.context}", cost, 2 * weights + state + kept)
+    stored = 2 * weights + state + kept
+    return _row(s, f"training step, 1 x {s.context}", cost, stored, [(s.context, s.context)])
 
 
 def chunk_steps(setting: Setting, prompt: int, *, cached: int = 0) -> list[tuple[int, int]]:

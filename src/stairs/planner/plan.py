@@ -14,11 +14,11 @@ from stairs.errors import ConfigError
 from stairs.planner.memory import Memory, plan_memory, users_that_fit
 from stairs.planner.options import PlanOptions
 from stairs.planner.phases import Setting, time_per_token, time_to_first_token
-from stairs.planner.timing import TimeModel, default_model, roofline
+from stairs.planner.timing import default_model, roofline
 
-__all__ = ["Answer", "Budget", "Plan", "evaluate", "make_plan", "recommend_budget"]
+__all__ = ["BUDGETS", "Answer", "Budget", "Plan", "evaluate", "make_plan", "recommend_budget"]
 
-_BUDGETS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)  # in chunks
+BUDGETS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)  # in chunks
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,20 +57,13 @@ def make_plan(
     *,
     name: str,
     origin: str,
-    time_model: TimeModel | None = None,
 ) -> Plan:
-    answer = evaluate(config, options, time_model=time_model)
+    answer = evaluate(config, options)
     budget = recommend_budget(answer.setting, options)
     return Plan(name, origin, config, options, answer, budget)
 
 
-def evaluate(
-    config: ModelConfig,
-    options: PlanOptions,
-    *,
-    time_model: TimeModel | None = None,
-    devices: int = 1,
-) -> Answer:
+def evaluate(config: ModelConfig, options: PlanOptions, *, devices: int = 1) -> Answer:
     """``devices`` of a kind split weights, K/V and work evenly; what they say to each other is
     left out, so times are then a bound."""
     device = find_device(options.gpu)
@@ -79,19 +72,10 @@ def evaluate(
     kv_dtype = dtype if options.kv_cache_dtype == "auto" else options.kv_cache_dtype
     asked = options.users or int(options.targets.get("users", 0))
     rows = asked or EngineConfig().max_num_seqs
-    memory = plan_memory(
-        config,
-        device,
-        dtype=dtype,
-        step_tokens=options.max_num_batched_tokens + rows,
-        max_num_seqs=rows,
-        utilization=options.gpu_memory_utilization,
-        devices=devices,
-    )
     setting = Setting(
         config=config,
         device=device,
-        model=time_model or default_model(device),
+        model=default_model(device),
         dtype=dtype,
         kv_dtype=kv_dtype,
         context=context,
@@ -100,6 +84,16 @@ def evaluate(
         budget=options.max_num_batched_tokens,
         chunk=options.prefill_chunk_size,
         block_size=options.block_size,
+    )
+    memory = plan_memory(
+        config,
+        device,
+        dtype=dtype,
+        step_tokens=options.max_num_batched_tokens + rows,
+        max_num_seqs=rows,
+        utilization=options.gpu_memory_utilization,
+        most_kv=rows * setting.kv_bytes(context),
+        devices=devices,
     )
     apart, sharing = (
         users_that_fit(
@@ -152,7 +146,7 @@ def _dtype(config: ModelConfig, options: PlanOptions, device: Device) -> str:
 
 def recommend_budget(setting: Setting, options: PlanOptions) -> Budget:
     """Prompt tokens a step: what a target asks, else the fewest that hide reading the weights."""
-    sizes = [setting.chunk * n for n in _BUDGETS if setting.chunk * n < 2 * setting.context]
+    sizes = [setting.chunk * n for n in BUDGETS if setting.chunk * n < 2 * setting.context]
     sizes = sizes or [setting.chunk]
     cached, beside = setting.cached_prompt, setting.batch - 1
     if "ttft" in options.targets:
