@@ -170,6 +170,52 @@ def compare(
             print(part, flush=True)
 
 
+@app.command()
+def plan(
+    model: Annotated[
+        str, typer.Argument(help="config.json, a .gguf, a folder, a hub id or a built-in name.")
+    ],
+    gpu: Annotated[str, typer.Option(help="h200, h100, a100, l40s, 4090, cpu, ...")] = "auto",
+    max_model_len: MaxModelLen = None,
+    users: Annotated[int | None, typer.Option(help="Users at once; default: up to 64.")] = None,
+    system_prompt_tokens: Annotated[int, typer.Option(help="Shared by all users.")] = 0,
+    dtype: Dtype = "auto",
+    kv_cache_dtype: Annotated[str, typer.Option(help="As --dtype, or fp8, int8.")] = "auto",
+    max_num_batched_tokens: Annotated[int, typer.Option(help="Prompt tokens a step.")] = 512,
+    block_size: Annotated[int, typer.Option(help="Tokens of a K/V block.")] = 16,
+    gpu_memory_utilization: Annotated[float, typer.Option(help="Share we may use.")] = 0.9,
+    target: Annotated[
+        list[str] | None, typer.Option(help="ttft=0.5s, tpot=30ms or users=200; repeatable.")
+    ] = None,
+    revision: Revision = None,
+    json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    svg: Annotated[bool, typer.Option("--svg", help="Print the pictures as SVG.")] = False,
+) -> None:
+    """What fits and what it costs, before a byte of MODEL is loaded."""
+    from stairs.planner import command
+    from stairs.planner.options import PlanOptions, parse_targets
+
+    if json and svg:
+        raise InvalidRequestError("--json and --svg exclude each other", param="svg")
+    options = PlanOptions(
+        gpu=gpu,
+        dtype=dtype,
+        kv_cache_dtype=kv_cache_dtype,
+        max_model_len=max_model_len,
+        users=users,
+        system_prompt_tokens=system_prompt_tokens,
+        max_num_batched_tokens=max_num_batched_tokens,
+        block_size=block_size,
+        gpu_memory_utilization=gpu_memory_utilization,
+        targets=parse_targets(target or ()),
+    )
+    planned = command.plan_model(model, options, revision=revision)
+    if json or svg:
+        print(command.plan_as_json(planned) if json else command.plan_as_svg(planned), end="")
+    else:
+        command.print_plan(planned, sys.stdout)
+
+
 # -- what the commands share --------------------------------------------------------------------
 
 

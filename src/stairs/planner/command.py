@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from typing import TextIO
 
 from stairs.accounting import figures
 from stairs.planner.find import find_model
@@ -11,7 +12,7 @@ from stairs.planner.phases import Setting, chunk_steps, phases
 from stairs.planner.plan import Plan, make_plan
 from stairs.planner.report import plan_json, plan_tables
 
-__all__ = ["plan_as_json", "plan_as_svg", "plan_as_text", "plan_model"]
+__all__ = ["plan_as_json", "plan_as_svg", "plan_model", "print_plan"]
 
 
 def plan_model(model: str, options: PlanOptions, *, revision: str | None = None) -> Plan:
@@ -20,8 +21,12 @@ def plan_model(model: str, options: PlanOptions, *, revision: str | None = None)
     return make_plan(found.config, options, name=found.name, origin=found.origin)
 
 
-def plan_as_text(plan: Plan, *, width: int = 100) -> str:
-    return "\n".join(table.text(width, units="both") for table in plan_tables(plan))
+def print_plan(plan: Plan, stream: TextIO) -> None:
+    """The tables as text, in colour on a terminal."""
+    for i, table in enumerate(plan_tables(plan)):
+        if i:
+            stream.write("\n")
+        table.print(stream, units="both")
 
 
 def plan_as_json(plan: Plan) -> str:
