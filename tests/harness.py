@@ -105,15 +105,21 @@ def generate(engine: Engine, prompt: list[int], sampling: SamplingParams = GREED
 def capture_logits(engine: Engine) -> dict[tuple[int, int], Tensor]:
     """Logits of every sampled row, by (request, position of the token they predict)."""
     seen: dict[tuple[int, int], Tensor] = {}
-    forward = engine.runner.forward
+    build, logits_of = engine._batch.build, engine.runner.logits
+    batches = []
 
-    def forward_and_keep(batch):
-        logits = forward(batch)
-        for row, sequence in zip(logits, batch.sampled, strict=True):
+    def build_and_keep(plan):
+        batches.append(build(plan))
+        return batches[-1]
+
+    def logits_and_keep(hidden):
+        logits = logits_of(hidden)
+        for row, sequence in zip(logits, batches[-1].sampled, strict=True):
             seen[sequence.request, len(sequence.tokens)] = row.clone()
         return logits
 
-    engine.runner.forward = forward_and_keep
+    engine._batch.build = build_and_keep
+    engine.runner.logits = logits_and_keep
     return seen
 
 
@@ -121,13 +127,12 @@ def prompt_logits(engine: Engine, prompt: list[int]) -> Tensor:
     """(T, V): logits of every position of ``prompt``, fed in the engine's own steps."""
     forward, parts = engine.runner.forward, []
 
-    def forward_all_rows(batch):
-        every = dataclasses.replace(batch, logit_rows=torch.arange(len(batch.ids)))
-        logits = forward(every)
-        parts.append(logits)
-        return logits[batch.logit_rows]
+    def forward_and_keep(batch):
+        hidden = forward(batch)
+        parts.append(engine.runner.logits(hidden))
+        return hidden
 
-    engine.runner.forward = forward_all_rows
+    engine.runner.forward = forward_and_keep
     engine.add(prompt, SamplingParams(temperature=0.0, max_tokens=1))
     run_all(engine)
     engine.runner.forward = forward

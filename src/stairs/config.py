@@ -5,6 +5,7 @@ Standard library only: the planner and the CLI read these without importing torc
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -13,6 +14,8 @@ from stairs.errors import ConfigError, InvalidRequestError
 
 __all__ = [
     "DTYPE_BYTES",
+    "MAX_CHOICES",
+    "MAX_LOGPROBS",
     "CacheConfig",
     "EngineConfig",
     "MLAConfig",
@@ -22,6 +25,9 @@ __all__ = [
 ]
 
 DTYPE_BYTES: Mapping[str, int] = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
+
+MAX_CHOICES = 128
+MAX_LOGPROBS = 20
 
 AttentionBackend = Literal["auto", "reference", "online", "cpu"]
 
@@ -180,7 +186,7 @@ class EngineConfig:
     max_num_batched_tokens: int = 512  # prompt tokens a step: chunks_per_step x prefill_chunk_size
     dtype: str = "auto"
     attention_backend: AttentionBackend = "auto"
-    seed: int = 0
+    seed: int | None = None  # of requests without their own; None: another at every start
     cache: CacheConfig = field(default_factory=CacheConfig)
 
     def __post_init__(self) -> None:
@@ -223,20 +229,42 @@ class SamplingParams:
     temperature: float = 1.0
     top_p: float = 1.0
     top_k: int = 0  # 0 or -1: all tokens
+    min_p: float = 0.0  # keep tokens at least this share as likely as the likeliest
+    repetition_penalty: float = 1.0  # over prompt and answer
+    presence_penalty: float = 0.0  # over the answer
+    frequency_penalty: float = 0.0  # over the answer
+    logit_bias: Mapping[int, float] = field(default_factory=dict)
     seed: int | None = None
+    n: int = 1  # answers to one prompt; the i-th draws with seed + i
     max_tokens: int | None = 16
     min_tokens: int = 0
     stop: tuple[str, ...] = ()
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
+    include_stop_str_in_output: bool = False
+    skip_special_tokens: bool = True
+    logprobs: int | None = None  # of the chosen token and this many of the likeliest
+    prompt_logprobs: int | None = None  # the same for each token of the prompt but the first
 
     def __post_init__(self) -> None:
         if isinstance(self.stop, str):
             object.__setattr__(self, "stop", (self.stop,))
         object.__setattr__(self, "stop", tuple(self.stop))
         object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids))
-        self._require(self.temperature >= 0, "temperature", "must be at least 0")
+        self._require(0 <= self.temperature < math.inf, "temperature", "must be 0 or positive")
         self._require(0 < self.top_p <= 1, "top_p", "must lie in (0, 1]")
+        self._require(0 <= self.min_p <= 1, "min_p", "must lie in [0, 1]")
+        rule = "must lie in (0, 100]"
+        self._require(0 < self.repetition_penalty <= 100, "repetition_penalty", rule)
+        for name in ("presence_penalty", "frequency_penalty"):
+            self._require(-2 <= getattr(self, name) <= 2, name, "must lie in [-2, 2]")
+        for bias in self.logit_bias.values():
+            self._require(-100 <= bias <= 100, "logit_bias", "must hold values in [-100, 100]")
+        self._require(1 <= self.n <= MAX_CHOICES, "n", f"must lie in [1, {MAX_CHOICES}]")
+        for name in ("logprobs", "prompt_logprobs"):
+            num = getattr(self, name)
+            rule = f"must lie in [0, {MAX_LOGPROBS}]"
+            self._require(num is None or 0 <= num <= MAX_LOGPROBS, name, rule)
         self._require(self.top_k >= -1, "top_k", "must be -1, 0 (both: all tokens) or positive")
         if self.max_tokens is not None:
             self._require(self.max_tokens >= 1, "max_tokens", "must be at least 1")

@@ -18,16 +18,20 @@ def sequence(seed: int = 0, position: int = 1, stop_ids=frozenset(), **sampling)
     return made
 
 
+def tokens_of(logits: torch.Tensor, *sequences: Sequence) -> list[int]:
+    return sample(logits, sequences)[0]
+
+
 def draws(logits: list[float], num: int = 4000, **sampling) -> torch.Tensor:
     """Share of each token over ``num`` positions of one seeded request."""
     rows = torch.tensor(logits).expand(num, -1).clone()
-    tokens = sample(rows, tuple(sequence(5, i + 1, **sampling) for i in range(num)))
+    tokens, _ = sample(rows, tuple(sequence(5, i + 1, **sampling) for i in range(num)))
     return torch.bincount(torch.tensor(tokens), minlength=len(logits)) / num
 
 
 def test_greedy_takes_the_first_of_equal_maxima():
     logits = torch.tensor([[0.0, 3.0, 3.0], [5.0, 1.0, 2.0]])
-    assert sample(logits, (sequence(temperature=0), sequence(temperature=0))) == [1, 0]
+    assert tokens_of(logits, sequence(temperature=0), sequence(temperature=0)) == [1, 0]
 
 
 def test_frequencies_follow_the_softmax():
@@ -65,21 +69,21 @@ def test_equal_scores_at_the_cut_keep_top_k_of_them():
 def test_seed_and_position_alone_decide():
     logits = torch.randn(3, 50, generator=torch.Generator().manual_seed(1))
     mine = sequence(7, 4, temperature=1.3)
-    alone = sample(logits[1:2].clone(), (mine,))
+    alone = tokens_of(logits[1:2], mine)
     others = sequence(8, 4, temperature=0.7), sequence(9, 9, temperature=0)
-    together = sample(logits.clone(), (others[0], mine, others[1]))
+    together = tokens_of(logits, others[0], mine, others[1])
     assert together[1] == alone[0]
-    across_seeds = {sample(logits[1:2].clone(), (sequence(s, 4),))[0] for s in range(30)}
-    across_positions = {sample(logits[1:2].clone(), (sequence(7, p),))[0] for p in range(1, 30)}
+    across_seeds = {tokens_of(logits[1:2], sequence(s, 4))[0] for s in range(30)}
+    across_positions = {tokens_of(logits[1:2], sequence(7, p))[0] for p in range(1, 30)}
     assert len(across_seeds) > 5 and len(across_positions) > 5
 
 
 def test_min_tokens_masks_every_stop_id():
     logits = torch.tensor([[1.0, 9.0, 8.0, 0.0]])
     young = sequence(temperature=0, min_tokens=2, stop_ids={1, 2})
-    assert sample(logits.clone(), (young,)) == [0]
+    assert tokens_of(logits, young) == [0]
     young.tokens += [0, 0]
-    assert sample(logits.clone(), (young,)) == [1]
+    assert tokens_of(logits, young) == [1]
 
 
 def test_impossible_tokens_are_never_drawn():

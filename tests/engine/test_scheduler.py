@@ -89,8 +89,13 @@ class Run:
             assert fed, "the oldest sequence did not progress"
             assert fed[0].sequence.num_computed >= before
         self.check_and_write_slots(plan)
-        tokens = [next_token(item.sequence.tokens) for item in plan.work if item.samples]
-        for sequence, _ in self.scheduler.commit(plan, tokens):
+        tokens = [next_token(s.tokens) for item in plan.work for s in item.sampled]
+        done = self.scheduler.commit(plan, tokens)
+        for source, target in done.copies:
+            for offset in range(BLOCK):
+                if (source, offset) in self.slots:
+                    self.slots[target, offset] = self.slots[source, offset]
+        for sequence, _ in done.tokens:
             if sequence.status is Status.FINISHED:
                 answer = sequence.tokens[sequence.num_prompt_tokens :]
                 self.finished[sequence.request] = answer
@@ -173,7 +178,9 @@ def test_random_traces(trace, num_blocks, max_num_seqs, chunks_per_step, prefix_
                 run.step()
             now += 1
             for request in aborts.pop(now, []):
-                run.scheduler.abort(request)
+                for sequence in [*run.scheduler.running, *run.scheduler.waiting]:
+                    if sequence.request == request:
+                        run.scheduler.abort(sequence)
                 run.check_pool()
         prompt = [7] * shared + [(i * 31 + j) % 50 for j in range(own)]
         try:
@@ -205,8 +212,8 @@ def test_a_long_prompt_among_short_ones_stalls_nobody():
         chunks = {item.sequence: item.num_chunks for item in plan.work}
         waits = any(s is not long for s in chunks if chunks[s])
         assert chunks[long] == (3 if waits else 4)
-        tokens = [next_token(item.sequence.tokens) for item in plan.work if item.samples]
-        done = run.scheduler.commit(plan, tokens)
+        tokens = [next_token(s.tokens) for item in plan.work for s in item.sampled]
+        done = run.scheduler.commit(plan, tokens).tokens
         first_answers += sum(s is not long and s.num_generated == 1 for s, _ in done)
     assert first_answers == 40  # one short prompt a step beside the long one
 
@@ -312,7 +319,7 @@ def test_twelve_tokens_in_chunks_of_four():
     while sequence.status is not Status.FINISHED:
         plan = scheduler.schedule()
         before = sequence.num_computed
-        scheduler.commit(plan, [1] if plan.work[0].samples else [])
+        scheduler.commit(plan, [1] * len(plan.work[0].sampled))
         cached.append(sequence.num_computed)
         pairs += sum(range(before + 1, sequence.num_computed + 1))
     assert cached == [4, 8, 12] and pairs == 78
@@ -331,7 +338,7 @@ def test_answer_of_200_tokens_is_one_prefill_and_199_rows():
 def test_middle_chunk_yields_nothing():
     run = Run(num_blocks=20, chunks_per_step=1)
     run.add([2] * (2 * CHUNK + 1), 1)
-    assert [run.step().work[0].samples for _ in range(3)] == [False, False, True]
+    assert [len(run.step().work[0].sampled) for _ in range(3)] == [0, 0, 1]
     assert run.finished[0] == expected([2] * (2 * CHUNK + 1), 1)
 
 
@@ -352,8 +359,7 @@ def test_abort_gives_blocks_back_at_once():
     queued = run.add([2] * 10, 5)
     run.step()
     assert run.pool.num_owned > 0
-    run.scheduler.abort(sequence.request)
-    run.scheduler.abort(queued.request)
-    assert run.scheduler.abort(99) is None
+    run.scheduler.abort(sequence)
+    run.scheduler.abort(queued)
     assert run.pool.num_owned == 0 and sequence.finish_reason is FinishReason.ABORT
     run.check_pool()

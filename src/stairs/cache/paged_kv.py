@@ -7,6 +7,8 @@ they are allocated: what a block held before is never read, because lengths boun
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 
 from stairs.attention.meta import LayerKV
@@ -36,6 +38,15 @@ class PagedKV:
             )
             for _ in range(num_layers)
         ]
+
+    def copy(self, pairs: Sequence[tuple[int, int]]) -> None:
+        """Copy whole blocks, (from, to), in all layers."""
+        if not pairs:
+            return
+        source, target = torch.tensor(pairs, device=self.layers[0].k.device).unbind(1)
+        for layer in self.layers:
+            layer.k[target] = layer.k[source]
+            layer.v[target] = layer.v[source]
 
     @property
     def nbytes(self) -> int:

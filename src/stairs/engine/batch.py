@@ -21,12 +21,23 @@ __all__ = ["Batch", "StepBatch"]
 
 
 @dataclass(frozen=True, slots=True)
+class Scored:
+    """Rows ``start`` .. ``end`` of T predict the next tokens whose log probability
+    ``sequence`` still lacks."""
+
+    sequence: Sequence
+    start: int
+    end: int
+
+
+@dataclass(frozen=True, slots=True)
 class StepBatch:
     ids: Tensor  # (T,) int64
     positions: Tensor  # (T,) int64
     meta: AttnMeta
     logit_rows: Tensor  # (R,) int64  rows of T whose logits are wanted
     sampled: tuple[Sequence, ...]  # (R,) the sequences they belong to
+    scored: tuple[Scored, ...]  # prompts whose log probabilities are wanted
 
 
 class Batch:
@@ -58,9 +69,10 @@ class Batch:
         for s, item in enumerate(plan.work):
             ids[cu_q[s] : cu_q[s + 1]] = item.sequence.tokens[start[s] : kv_len[s]]
         positions = np.arange(cu_q[-1]) + np.repeat(start - cu_q[:-1], num_new)
-        page = np.repeat(table, num_new, axis=0)[np.arange(len(ids)), positions // self.block_size]
+        page = table[np.repeat(np.arange(len(rows)), num_new), positions // self.block_size]
         slots = page.astype(np.int64) * self.block_size + positions % self.block_size
-        samples = np.array([item.samples for item in plan.work])
+        sampled = [item.sampled for item in plan.work]
+        logit_rows = np.repeat(cu_q[1:] - 1, [len(branches) for branches in sampled])
         meta = AttnMeta(
             cu_q=self._tensor(cu_q.astype(np.int32)),
             kv_len=self._tensor(kv_len.astype(np.int32)),
@@ -74,8 +86,14 @@ class Batch:
             ids=self._tensor(ids),
             positions=self._tensor(positions),
             meta=meta,
-            logit_rows=self._tensor(cu_q[1:][samples] - 1),
-            sampled=tuple(item.sequence for item in plan.work if item.samples),
+            logit_rows=self._tensor(logit_rows),
+            sampled=tuple(sequence for branches in sampled for sequence in branches),
+            scored=tuple(
+                Scored(s, int(cu_q[i] + first - start[i]), int(cu_q[i] + end - start[i]))
+                for i, s in enumerate(sequences)
+                for first, end in (_unscored(s, int(kv_len[i])),)
+                if start[i] <= first < end
+            ),
         )
 
     def _tensor(self, array: np.ndarray) -> Tensor:
@@ -99,3 +117,10 @@ class Batch:
         for sequence in gone:
             self._free.append(self._rows.pop(sequence))
             del self._filled[sequence]
+
+
+def _unscored(sequence: Sequence, computed: int) -> tuple[int, int]:
+    """Positions below ``computed`` whose prediction of the prompt's next token is still wanted."""
+    if sequence.sampling.prompt_logprobs is None:
+        return 0, 0
+    return len(sequence.prompt_logprobs), min(computed, sequence.num_prompt_tokens - 1)

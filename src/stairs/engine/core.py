@@ -5,13 +5,15 @@ It knows nothing of text. One thread calls it.
 
 from __future__ import annotations
 
-import secrets
+import random
 import time
 from collections.abc import Sequence as Tokens
 from dataclasses import dataclass
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
+from torch import Tensor
 
 from stairs.accounting import costs
 from stairs.accounting.record import ROW, Ledger, Phase, StepRecord, Totals
@@ -22,24 +24,35 @@ from stairs.cache.prefix import Pin, PrefixCache
 from stairs.config import EngineConfig, ModelConfig, SamplingParams
 from stairs.engine.batch import Batch, StepBatch
 from stairs.engine.runner import Runner
-from stairs.engine.sampling import sample
+from stairs.engine.sampling import sample, token_logprobs
 from stairs.engine.scheduler import Scheduler, StepPlan
-from stairs.engine.sequence import FinishReason, Sequence
+from stairs.engine.sequence import FinishReason, Sequence, TokenLogprobs
 from stairs.errors import ContextLengthError, InvalidRequestError
 from stairs.models.registry import Model
 
 __all__ = ["Engine", "TokenEvent"]
 
 
+# Rows of a prompt whose logits are held at a time when their log probabilities are wanted.
+SCORED_ROWS = 64
+
+
 @dataclass(frozen=True, slots=True)
 class TokenEvent:
-    """One new token of a request. The last one has a reason, and what the request cost by phase.
-    A prefix computed ahead ends with a single event without a token."""
+    """One new token of answer ``index`` of a request.
+
+    ``finish_reason`` stands on an answer's last token, ``costs`` (sums of records by phase) on the
+    request's last, ``prompt_logprobs`` (of tokens 1, 2, ...) on its first. A prefix computed ahead
+    ends with a single event without a token.
+    """
 
     request: int
     token: int | None
     finish_reason: FinishReason | None
     num_cached_tokens: int  # prompt tokens whose K/V the prefix cache held on arrival
+    index: int = 0
+    logprobs: TokenLogprobs | None = None
+    prompt_logprobs: list[TokenLogprobs] | None = None
     costs: dict[Phase, Totals] | None = None
 
 
@@ -66,7 +79,8 @@ class Engine:
             block_size=config.cache.block_size,
             device=kv.layers[0].k.device,
         )
-        self._live: dict[int, Sequence] = {}
+        self._live: dict[int, list[Sequence]] = {}  # unfinished answers of each request
+        self._seeds = random.Random(config.seed)
         self._prefixes: dict[int, tuple[str, tuple[int, ...]]] = {}  # being computed
         self._num_requests = 0
         self._num_steps = 0
@@ -76,22 +90,32 @@ class Engine:
     def add(self, tokens: Tokens[int], sampling: SamplingParams, *, salt: str | None = None) -> int:
         """Queue a request; returns its number. ``salt`` keeps its prefix from other salts' users.
 
+        With ``sampling.n`` > 1 all answers bear this number and tell themselves apart by index.
+
         Raises InvalidRequestError, or ContextLengthError for one that can never run to its end.
         """
         self._check_ids(tokens, "prompt")
         self._check_ids(sampling.stop_token_ids, "stop_token_ids")
+        self._check_ids(tuple(sampling.logit_bias), "logit_bias")
         self._check_prompt(tokens)
         eos = () if sampling.ignore_eos else self.model_config.eos_token_ids
-        sequence = Sequence(
-            request=self._num_requests,
-            tokens=list(tokens),
-            sampling=sampling,
-            max_tokens=self._max_tokens(len(tokens), sampling.max_tokens),
-            stop_ids=frozenset((*eos, *sampling.stop_token_ids)),
-            seed=secrets.randbits(63) if sampling.seed is None else sampling.seed % 2**64,
-            salt=salt,
-        )
-        return self._queue(sequence)
+        max_tokens = self._max_tokens(len(tokens), sampling.max_tokens)
+        seed = self._seeds.getrandbits(63) if sampling.seed is None else sampling.seed
+        answers = [
+            Sequence(
+                request=self._num_requests,
+                tokens=list(tokens),
+                sampling=sampling,
+                max_tokens=max_tokens,
+                stop_ids=frozenset((*eos, *sampling.stop_token_ids)),
+                seed=(seed + index) % 2**64,
+                salt=salt,
+                index=index,
+            )
+            for index in range(sampling.n)
+        ]
+        answers[0].forks = tuple(answers[1:])
+        return self._queue(answers)
 
     def add_prefix(self, name: str, tokens: Tokens[int], *, salt: str | None = None) -> int:
         """Queue a prefix to be computed ahead; it is pinned as ``name`` when its event comes.
@@ -125,23 +149,29 @@ class Engine:
             salt=salt,
             prefill_only=True,
         )
-        request = self._queue(sequence)
+        request = self._queue([sequence])
         self._prefixes[request] = name, tuple(tokens)
         return request
 
     def unpin(self, name: str) -> Pin:
         return self.prefix.unpin(name)
 
-    def abort(self, request: int) -> None:
-        """Drop a request; unknown or finished ones are ignored, as they may have just ended."""
-        if self._live.pop(request, None) is not None:
-            self._prefixes.pop(request, None)
-            self.scheduler.abort(request)
-            self.ledger.close(request)
+    def abort(self, request: int, *, index: int | None = None) -> dict[Phase, Totals] | None:
+        """Drop a request, or its answer ``index``; what has just ended by itself is ignored.
 
-    def sequence(self, request: int) -> Sequence:
-        """A live request's state, for reading only."""
-        return self._live[request]
+        Returns the request's costs if nothing of it is left.
+        """
+        live = self._live.get(request)
+        if live is None:
+            return None
+        for sequence in [s for s in live if index is None or s.index == index]:
+            live.remove(sequence)
+            self.scheduler.abort(sequence)
+        return self._close(request) if not live else None
+
+    def sequence(self, request: int, *, index: int = 0) -> Sequence:
+        """A live answer's state, for reading only."""
+        return next(s for s in self._live[request] if s.index == index)
 
     @property
     def has_work(self) -> bool:
@@ -157,11 +187,14 @@ class Engine:
             return []
         batch = self._batch.build(plan)
         launched = time.perf_counter()
-        logits = self.runner.forward(batch)
+        hidden = self.runner.forward(batch)
+        logits = self.runner.logits(hidden[batch.logit_rows])
         forwarded = time.perf_counter()
-        tokens = sample(logits, batch.sampled)
+        self._score_prompts(batch, hidden)
+        tokens, logprobs = sample(logits, batch.sampled)
         rows = self._rows(plan, batch)
         done = self.scheduler.commit(plan, tokens)
+        self.kv.copy(done.copies)
         device_seconds = forwarded - launched
         self._num_steps += 1
         self.ledger.append(
@@ -175,19 +208,52 @@ class Engine:
                 blocks_cached=self.pool.num_cached,
             )
         )
-        return [self._event(sequence, token) for sequence, token in done]
+        events = [self._pinned(sequence) for sequence in done.prefixes]
+        for (sequence, token), scores in zip(done.tokens, logprobs, strict=True):
+            events.append(self._event(sequence, token, scores))
+        return events
 
-    def _event(self, sequence: Sequence, token: int | None) -> TokenEvent:
-        if token is None:
-            name, tokens = self._prefixes.pop(sequence.request)
-            self.prefix.pin(name, tokens, sequence.blocks, salt=sequence.salt)
-            self.scheduler.release(sequence)
-        request, reason = sequence.request, sequence.finish_reason
-        cached = sequence.num_cached_prompt
-        if reason is None:
-            return TokenEvent(request, token, None, cached)
+    def _event(self, sequence: Sequence, token: int, logprobs: TokenLogprobs | None) -> TokenEvent:
+        request, ended = sequence.request, sequence.finish_reason is not None
+        if ended:
+            self._live[request].remove(sequence)
+        first = sequence.num_generated == 1 and sequence.index == 0
+        wants_prompt = first and sequence.sampling.prompt_logprobs is not None
+        return TokenEvent(
+            request,
+            token,
+            sequence.finish_reason,
+            sequence.num_cached_prompt,
+            sequence.index,
+            logprobs,
+            sequence.prompt_logprobs if wants_prompt else None,
+            self._close(request) if ended and not self._live[request] else None,
+        )
+
+    def _pinned(self, sequence: Sequence) -> TokenEvent:
+        name, tokens = self._prefixes[sequence.request]
+        self.prefix.pin(name, tokens, sequence.blocks, salt=sequence.salt)
+        self.scheduler.release(sequence)
+        totals = self._close(sequence.request)
+        return TokenEvent(
+            sequence.request, None, FinishReason.PREFIX, sequence.num_cached_prompt, costs=totals
+        )
+
+    def _close(self, request: int) -> dict[Phase, Totals]:
         del self._live[request]
-        return TokenEvent(request, token, reason, cached, self.ledger.close(request))
+        self._prefixes.pop(request, None)
+        return self.ledger.close(request)
+
+    def _score_prompts(self, batch: StepBatch, hidden: Tensor) -> None:
+        for scored in batch.scored:
+            sequence = scored.sequence
+            for start in range(scored.start, scored.end, SCORED_ROWS):
+                rows = hidden[start : min(start + SCORED_ROWS, scored.end)]
+                first = len(sequence.prompt_logprobs) + 1
+                tokens = torch.tensor(sequence.tokens[first : first + len(rows)])
+                wanted = [sequence.sampling.prompt_logprobs] * len(rows)
+                scores = token_logprobs(self.runner.logits(rows).float(), tokens, wanted)
+                sequence.prompt_logprobs += [score for score in scores if score is not None]
 
     def _rows(self, plan: StepPlan, batch: StepBatch) -> NDArray[np.void]:
         """Predictions from lengths, beside what the kernels counted."""
@@ -217,11 +283,12 @@ class Engine:
 
     # -- admission --------------------------------------------------------------------------
 
-    def _queue(self, sequence: Sequence) -> int:
-        self.scheduler.add(sequence)
-        self._live[sequence.request] = sequence
+    def _queue(self, answers: list[Sequence]) -> int:
+        request = answers[0].request
+        self.scheduler.add(answers[0])  # its forks join when its prompt is computed
+        self._live[request] = answers
         self._num_requests += 1
-        return sequence.request
+        return request
 
     def _check_ids(self, ids: Tokens[int], param: str) -> None:
         vocab_size = self.model_config.vocab_size

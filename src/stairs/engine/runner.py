@@ -21,6 +21,10 @@ class Runner:
 
     @torch.inference_mode()
     def forward(self, batch: StepBatch) -> Tensor:
-        """Logits (R, V) of ``batch.logit_rows``; K/V of all fed tokens are written."""
-        hidden = self.model.forward(batch.ids, batch.positions, self.kv.layers, batch.meta)
-        return self.model.logits(hidden[batch.logit_rows])
+        """Hidden states (T, C) of all fed tokens, whose K/V are written."""
+        return self.model.forward(batch.ids, batch.positions, self.kv.layers, batch.meta)
+
+    @torch.inference_mode()
+    def logits(self, hidden: Tensor) -> Tensor:
+        """(R, C) -> (R, V)."""
+        return self.model.logits(hidden)

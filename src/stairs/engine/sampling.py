@@ -1,59 +1,112 @@
-"""From logits to tokens, one row a sequence.
+"""From logits to tokens, one row an answer.
 
 A row's token depends on its own logits, parameters, seed and position only: neither the batch
-nor a preemption changes what a seeded request draws.
+nor a preemption changes what a seeded request draws. Log probabilities are of the model's own
+logits, before any parameter touches them.
 """
 
 from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Sequence as Rows
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from stairs.engine.sequence import Sequence
+from stairs.engine.sequence import Sequence, TokenLogprobs
 
-__all__ = ["sample"]
+__all__ = ["sample", "token_logprobs"]
 
 
 @torch.inference_mode()
-def sample(logits: Tensor, sequences: tuple[Sequence, ...]) -> list[int]:
-    """``logits`` (R, V) in any float dtype, one row for each of ``sequences``; returns R token ids.
+def sample(
+    logits: Tensor, sequences: tuple[Sequence, ...]
+) -> tuple[list[int], list[TokenLogprobs | None]]:
+    """``logits`` (R, V) in any float dtype, one row for each of ``sequences``: R token ids, and
+    the log probabilities of those that asked.
 
-    Order of operations as in vLLM: mask, temperature, top-k, top-p, draw.
+    Order as in vLLM: bias, minimum length, penalties, temperature, min-p, top-k, top-p, draw.
     """
     if not sequences:
-        return []
-    logits = logits if logits.dtype == torch.float64 else logits.float()
-    for row, sequence in enumerate(sequences):
-        if sequence.num_generated < sequence.sampling.min_tokens and sequence.stop_ids:
-            logits[row, list(sequence.stop_ids)] = -torch.inf
+        return [], []
+    raw = logits if logits.dtype == torch.float64 else logits.float()
+    logits = raw.clone()
+    for row, sequence in zip(logits, sequences, strict=True):
+        _adjust(row, sequence)
     tokens = logits.argmax(dim=-1)
     drawn = [row for row, sequence in enumerate(sequences) if sequence.sampling.temperature > 0]
     if drawn:
         rows = torch.tensor(drawn, device=logits.device)
         tokens[rows] = _draw(logits[rows], [sequences[row] for row in drawn])
-    return tokens.tolist()
+    wanted = [s.sampling.logprobs for s in sequences]
+    return tokens.tolist(), token_logprobs(raw, tokens, wanted)
+
+
+def token_logprobs(
+    logits: Tensor, tokens: Tensor, num_top: Rows[int | None]
+) -> list[TokenLogprobs | None]:
+    """For each row of ``logits`` (R, V) the log probability and rank of its token and the
+    ``num_top`` likeliest; None where that is None."""
+    asked = [row for row, num in enumerate(num_top) if num is not None]
+    found: list[TokenLogprobs | None] = [None] * len(tokens)
+    if not asked:
+        return found
+    logprobs = logits[asked].log_softmax(dim=-1)
+    own = logprobs.gather(1, tokens[asked][:, None])
+    ranks = (logprobs > own).sum(dim=-1) + 1
+    values, ids = logprobs.topk(min(max(num_top[row] or 0 for row in asked), logits.shape[1]))
+    for i, row in enumerate(asked):
+        num = num_top[row]
+        top = tuple(zip(ids[i, :num].tolist(), values[i, :num].tolist(), strict=True))
+        found[row] = TokenLogprobs(int(tokens[row]), float(own[i, 0]), int(ranks[i]), top)
+    return found
+
+
+def _adjust(row: Tensor, sequence: Sequence) -> None:
+    """Bias, minimum length and penalties, in place on one row (V,)."""
+    sampling = sequence.sampling
+    if sampling.logit_bias:
+        ids = torch.tensor(list(sampling.logit_bias), device=row.device)
+        row[ids] += torch.tensor(list(sampling.logit_bias.values()), device=row.device)
+    if sequence.num_generated < sampling.min_tokens and sequence.stop_ids:
+        row[list(sequence.stop_ids)] = -torch.inf
+    if sampling.repetition_penalty != 1.0:
+        # Over all tokens, also those whose K/V came from the cache (Keskar et al. 2019).
+        seen = torch.tensor(sorted(set(sequence.tokens)), device=row.device)
+        scores = row[seen]
+        penalty = sampling.repetition_penalty
+        row[seen] = torch.where(scores > 0, scores / penalty, scores * penalty)
+    if sampling.presence_penalty or sampling.frequency_penalty:
+        counts = Counter(sequence.tokens[sequence.num_prompt_tokens :])
+        seen = torch.tensor(list(counts), dtype=torch.long, device=row.device)
+        times = torch.tensor(list(counts.values()), device=row.device)
+        row[seen] -= sampling.presence_penalty + sampling.frequency_penalty * times
 
 
 def _draw(logits: Tensor, sequences: list[Sequence]) -> Tensor:
-    """One token a row from softmax(logits / temperature) cut to its top-k, then its top-p."""
-    device = logits.device
-    temperature = torch.tensor([s.sampling.temperature for s in sequences], device=device)
-    top_k = [s.sampling.top_k if s.sampling.top_k > 0 else logits.shape[1] for s in sequences]
-    top_p = torch.tensor([s.sampling.top_p for s in sequences], device=device, dtype=torch.float64)
+    """One token a row from softmax(logits / temperature) cut by min-p, top-k, then top-p."""
+
+    def column(values: list[float]) -> Tensor:
+        return torch.tensor(values, device=logits.device, dtype=logits.dtype)[:, None]
+
+    params = [s.sampling for s in sequences]
+    vocab_size = logits.shape[1]
     # Descending order puts every cut at a column, and ties at the lower id (stable).
-    scores, order = (logits / temperature[:, None]).sort(dim=-1, descending=True, stable=True)
-    column = torch.arange(logits.shape[1], device=device)
-    scores = scores.masked_fill(column >= torch.tensor(top_k, device=device)[:, None], -torch.inf)
-    probs = scores.double().softmax(dim=-1)
+    scores, order = logits.sort(dim=-1, descending=True, stable=True)
+    scores = (scores - scores[:, :1]) / column([p.temperature for p in params])
+    log_min_p = column([math.log(p.min_p) if p.min_p else -math.inf for p in params])
+    top_k = column([p.top_k if p.top_k > 0 else vocab_size for p in params])
+    place = torch.arange(vocab_size, device=logits.device)
+    probs = scores.masked_fill((scores < log_min_p) | (place >= top_k), -torch.inf)
+    probs = probs.double().softmax(dim=-1)
     before = probs.cumsum(dim=-1) - probs
-    probs = probs.masked_fill(before >= top_p[:, None], 0.0)  # the first column always stays
+    probs = probs.masked_fill(before >= column([p.top_p for p in params]), 0.0)
     cumulative = probs.cumsum(dim=-1)
-    point = (
-        torch.tensor([_uniform(s) for s in sequences], device=device)[:, None] * cumulative[:, -1:]
-    )
-    # The first column whose cumulative probability exceeds the point: never one of probability 0.
-    index = torch.searchsorted(cumulative, point, right=True).clamp(max=logits.shape[1] - 1)
+    point = torch.tensor([_uniform(s) for s in sequences], device=logits.device).double()
+    # The first place whose cumulative probability exceeds the point: never one of probability 0.
+    index = torch.searchsorted(cumulative, point[:, None] * cumulative[:, -1:], right=True)
     last = (probs > 0).sum(dim=-1, keepdim=True) - 1
     return order.gather(1, torch.minimum(index, last)).squeeze(1)
 

@@ -12,8 +12,10 @@ A step is one token for every decoding sequence plus at most ``chunks_per_step``
 
 from __future__ import annotations
 
+from bisect import bisect, insort
 from collections import deque
 from dataclasses import dataclass
+from operator import attrgetter
 
 from stairs.accounting.record import Phase
 from stairs.cache.blocks import BlockPool
@@ -22,31 +24,40 @@ from stairs.config import EngineConfig
 from stairs.engine.sequence import FinishReason, Sequence, Status
 from stairs.errors import ContextLengthError
 
-__all__ = ["Scheduled", "Scheduler", "StepPlan"]
+__all__ = ["Committed", "Scheduled", "Scheduler", "StepPlan"]
+
+_order = attrgetter("order")
 
 
 @dataclass(frozen=True, slots=True)
 class Scheduled:
-    """``num_new`` tokens of ``sequence`` to feed, in ``num_chunks`` chunks (0: a decode)."""
+    """``num_new`` tokens of ``sequence`` to feed, in ``num_chunks`` chunks (0: a decode).
+
+    ``sampled`` draw a token from the logits of the last of them: nobody in the middle of a prompt,
+    else the sequence, and at the end of its prompt its forks too.
+    """
 
     sequence: Sequence
     num_new: int
     num_chunks: int
     phase: Phase
-
-    @property
-    def samples(self) -> bool:
-        """The last fed row is the sequence's newest token: its logits give the next one."""
-        sequence = self.sequence
-        return not sequence.prefill_only and sequence.num_computed + self.num_new == len(
-            sequence.tokens
-        )
+    sampled: tuple[Sequence, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class StepPlan:
     work: tuple[Scheduled, ...]
     preempted: tuple[Sequence, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Committed:
+    """What a step came to: new tokens, prefixes now complete (``release`` them once they are
+    pinned), and blocks to copy (from, to) before the next step."""
+
+    tokens: list[tuple[Sequence, int]]
+    prefixes: list[Sequence]
+    copies: list[tuple[int, int]]
 
 
 class Scheduler:
@@ -89,13 +100,10 @@ class Scheduler:
         live = [*self.running, *self.waiting]
         return max((self._blocks_for(sequence.max_computed) for sequence in live), default=0)
 
-    def abort(self, request: int) -> Sequence | None:
-        """Drop a request wherever it stands; its blocks are free at once."""
-        for sequence in [*self.running, *self.waiting]:
-            if sequence.request == request:
-                self._finish(sequence, FinishReason.ABORT)
-                return sequence
-        return None
+    def abort(self, sequence: Sequence) -> None:
+        """Drop a sequence wherever it stands; its blocks are free at once."""
+        sequence.forks = ()
+        self._finish(sequence, FinishReason.ABORT)
 
     # -- a step -----------------------------------------------------------------------------
 
@@ -105,28 +113,28 @@ class Scheduler:
         work += self._chunks(may_admit=not preempted)
         return StepPlan(tuple(work), tuple(preempted))
 
-    def commit(self, plan: StepPlan, tokens: list[int]) -> list[tuple[Sequence, int | None]]:
+    def commit(self, plan: StepPlan, tokens: list[int]) -> Committed:
         """Account for a finished forward pass: the one place where sequences change.
 
-        ``tokens``: one per work item that ``samples``, in order. Returns (sequence, its new token)
-        for those, and (sequence, None) for a prefix that is now complete.
+        ``tokens``: one for each of ``plan.sampled``, in order.
         """
-        done: list[tuple[Sequence, int | None]] = []
+        done = Committed([], [], [])
         sampled = iter(tokens)
         for item in plan.work:
-            sequence, samples = item.sequence, item.samples
+            sequence = item.sequence
             sequence.num_computed += item.num_new
             self._publish(sequence)
-            if samples:
+            if item.sampled and sequence.forks:
+                self._fork(sequence, done.copies)
+            for branch in item.sampled:
                 token = next(sampled)
-                sequence.tokens.append(token)
-                done.append((sequence, token))
-                reason = _finish_reason(sequence, token)
+                branch.tokens.append(token)
+                done.tokens.append((branch, token))
+                reason = _finish_reason(branch, token)
                 if reason is not None:
-                    self._finish(sequence, reason)
-            elif sequence.prefill_only and sequence.num_computed == len(sequence.tokens):
-                done.append((sequence, None))
-                sequence.finish_reason = FinishReason.PREFIX  # blocks are let go by release()
+                    self._finish(branch, reason)
+            if sequence.prefill_only and sequence.num_computed == len(sequence.tokens):
+                done.prefixes.append(sequence)
         return done
 
     def release(self, sequence: Sequence) -> None:
@@ -141,7 +149,7 @@ class Scheduler:
             sequence = self.running[i]
             if sequence.phase is Phase.DECODE:
                 if self._make_room(sequence, sequence.num_computed + 1, preempted):
-                    work.append(Scheduled(sequence, 1, 0, Phase.DECODE))
+                    work.append(_scheduled(sequence, 1, num_chunks=0))
             elif i == 0:
                 self._make_room(sequence, self._chunk_end(sequence, 1), preempted)
             i += 1
@@ -150,7 +158,7 @@ class Scheduler:
     def _chunks(self, *, may_admit: bool) -> list[Scheduled]:
         """Share out the chunks: oldest prompt first, the last one kept for another that waits."""
         budget = self.config.chunks_per_step
-        prompts = [s for s in self.running if s.phase is Phase.PREFILL and s.finish_reason is None]
+        prompts = [s for s in self.running if s.phase is Phase.PREFILL]
         if may_admit:
             prompts += self._admit(budget - len(prompts))
         shares: dict[Sequence, int] = {}
@@ -164,7 +172,7 @@ class Scheduler:
         for sequence, num_chunks in shares.items():
             if num_chunks:
                 num_new = self._chunk_end(sequence, num_chunks) - sequence.num_computed
-                work.append(Scheduled(sequence, num_new, num_chunks, Phase.PREFILL))
+                work.append(_scheduled(sequence, num_new, num_chunks=num_chunks))
         return work
 
     def _grant(self, sequence: Sequence, most: int, have: int) -> int:
@@ -200,7 +208,9 @@ class Scheduler:
         return admitted
 
     def _match(self, sequence: Sequence) -> list[Entry]:
-        if not self.config.cache.enable_prefix_caching:
+        # Log probabilities of a prompt need its logits, so all of it is computed.
+        scored = sequence.sampling.prompt_logprobs is not None
+        if scored or not self.config.cache.enable_prefix_caching:
             return []
         return self.prefix.match(sequence.tokens, salt=sequence.salt)
 
@@ -213,8 +223,30 @@ class Scheduler:
             sequence.num_cached_prompt = sequence.num_cached
             self.num_prefix_queries += sequence.num_prompt_tokens
             self.num_prefix_hits += sequence.num_cached
+        self._run(sequence)
+
+    def _run(self, sequence: Sequence) -> None:
         sequence.status = Status.RUNNING
-        self.running.append(sequence)
+        insort(self.running, sequence, key=_order)
+
+    def _fork(self, sequence: Sequence, copies: list[tuple[int, int]]) -> None:
+        """Let the forks run on the blocks of the prompt just computed: whole ones are shared, the
+        last, partial one is copied. Those that find no place wait and recompute."""
+        full, tail = divmod(sequence.num_computed, self.config.cache.block_size)
+        for fork in sequence.forks:
+            own = self.pool.allocate(1 if tail else 0)
+            if own is None or len(self.running) >= self.config.max_num_seqs:
+                self.pool.release(own or ())
+                self.waiting.insert(bisect(self.waiting, fork.order, key=_order), fork)
+                continue
+            for block in sequence.blocks[:full]:
+                self.pool.acquire(block)
+            fork.blocks = sequence.blocks[:full] + own
+            fork.entries = sequence.entries[:full]
+            fork.num_computed = fork.prefill_end = sequence.num_computed
+            copies += [(sequence.blocks[full], block) for block in own]
+            self._run(fork)
+        sequence.forks = ()
 
     # -- blocks -----------------------------------------------------------------------------
 
@@ -279,10 +311,20 @@ class Scheduler:
         sequence.entries = []
 
     def _finish(self, sequence: Sequence, reason: FinishReason) -> None:
-        (self.running if sequence.status is Status.RUNNING else self.waiting).remove(sequence)
+        if sequence.status is Status.RUNNING:
+            self.running.remove(sequence)
+        elif sequence in self.waiting:  # a fork that is not yet born is in neither
+            self.waiting.remove(sequence)
         self._release_blocks(sequence)
         sequence.status = Status.FINISHED
         sequence.finish_reason = reason
+
+
+def _scheduled(sequence: Sequence, num_new: int, *, num_chunks: int) -> Scheduled:
+    reaches_end = sequence.num_computed + num_new == len(sequence.tokens)
+    samples = reaches_end and not sequence.prefill_only
+    sampled = (sequence, *sequence.forks) if samples else ()
+    return Scheduled(sequence, num_new, num_chunks, sequence.phase, sampled)
 
 
 def _finish_reason(sequence: Sequence, token: int) -> FinishReason | None:

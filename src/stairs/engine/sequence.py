@@ -17,7 +17,7 @@ from stairs.accounting.record import Phase
 from stairs.cache.prefix import Entry
 from stairs.config import SamplingParams
 
-__all__ = ["FinishReason", "Sequence", "Status"]
+__all__ = ["FinishReason", "Sequence", "Status", "TokenLogprobs"]
 
 
 class Status(Enum):
@@ -33,8 +33,21 @@ class FinishReason(Enum):
     PREFIX = "prefix"  # a prefill-only sequence whose K/V are all written
 
 
+@dataclass(frozen=True, slots=True)
+class TokenLogprobs:
+    """Natural log probability of ``token``, its rank (1 is the likeliest), and the likeliest."""
+
+    token: int
+    logprob: float
+    rank: int
+    top: tuple[tuple[int, float], ...]
+
+
 @dataclass(slots=True, eq=False)
 class Sequence:
+    """One answer of a request. ``forks`` are its siblings that share its prompt: they come to
+    life when the prompt is computed, on the same blocks but for a copy of the last, partial one."""
+
     request: int
     tokens: list[int]
     sampling: SamplingParams
@@ -42,6 +55,8 @@ class Sequence:
     stop_ids: frozenset[int]
     seed: int
     salt: str | None = None
+    index: int = 0  # of the answer among the request's n
+    forks: tuple[Sequence, ...] = ()
     prefill_only: bool = False  # a prefix computed ahead: nothing is sampled
 
     num_prompt_tokens: int = field(init=False)
@@ -54,6 +69,7 @@ class Sequence:
     num_cached_prompt: int = 0  # of the first one: what the user is told
     prefill_end: int = 0
     num_preemptions: int = 0
+    prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)  # of tokens 1, 2, ...
 
     def __post_init__(self) -> None:
         self.num_prompt_tokens = len(self.tokens)
@@ -62,6 +78,11 @@ class Sequence:
     @property
     def phase(self) -> Phase:
         return Phase.PREFILL if self.num_computed < self.prefill_end else Phase.DECODE
+
+    @property
+    def order(self) -> tuple[int, int]:
+        """Age: lower is older."""
+        return self.request, self.index
 
     @property
     def num_generated(self) -> int:
