@@ -103,15 +103,19 @@ def read_config(raw: Mapping[str, Any]) -> ModelConfig:
 
 
 def read_generation(raw: Mapping[str, Any], config: ModelConfig) -> GenerationDefaults:
-    """A generation_config.json's mapping; keys of sampling methods we lack are left alone."""
+    """A generation_config.json's mapping; keys of sampling methods we lack are left alone.
+
+    What ends an answer is what either file says: chat models name the end of a turn in this one.
+    """
     keys = Keys(raw)
+    eos = (*keys.ids("eos_token_id", config.vocab_size), *config.eos_token_ids)
     return GenerationDefaults(
         temperature=keys.number("temperature", default=None),
         top_p=keys.number("top_p", default=None),
         top_k=keys.integer("top_k", default=None, low=-1),
         min_p=keys.number("min_p", default=None),
         repetition_penalty=keys.number("repetition_penalty", default=None),
-        eos_token_ids=keys.ids("eos_token_id", config.vocab_size) or config.eos_token_ids,
+        eos_token_ids=tuple(dict.fromkeys(eos)),
     )
 
 
