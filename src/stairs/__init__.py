@@ -7,14 +7,15 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from stairs.config import SamplingParams
-    from stairs.llm import LLM, RequestOutput
+    from stairs.llm import LLM
+    from stairs.outputs import RequestOutput
 
 __version__ = "0.1.0"
 
 # Names resolve on first use, so that `import stairs` (and `stairs plan`) never loads torch.
 _HOME = {
     "LLM": "stairs.llm",
-    "RequestOutput": "stairs.llm",
+    "RequestOutput": "stairs.outputs",
     "SamplingParams": "stairs.config",
 }
 

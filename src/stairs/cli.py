@@ -25,7 +25,8 @@ from stairs.config import SamplingParams
 from stairs.errors import InvalidRequestError, StairsError
 
 if TYPE_CHECKING:
-    from stairs.llm import LLM, StreamEvent
+    from stairs.llm import LLM
+    from stairs.outputs import StreamEvent
 
 __all__ = ["app", "main"]
 

@@ -219,7 +219,7 @@ class Scheduler:
         sequence.blocks = [entry.block for entry in entries]
         sequence.num_cached = sequence.num_computed = len(entries) * self.config.cache.block_size
         sequence.prefill_end = len(sequence.tokens)
-        if sequence.num_preemptions == 0:
+        if sequence.num_preemptions == 0 and sequence.index == 0:
             sequence.num_cached_prompt = sequence.num_cached
             self.num_prefix_queries += sequence.num_prompt_tokens
             self.num_prefix_hits += sequence.num_cached
@@ -234,6 +234,7 @@ class Scheduler:
         last, partial one is copied. Those that find no place wait and recompute."""
         full, tail = divmod(sequence.num_computed, self.config.cache.block_size)
         for fork in sequence.forks:
+            fork.num_cached_prompt = sequence.num_cached_prompt
             own = self.pool.allocate(1 if tail else 0)
             if own is None or len(self.running) >= self.config.max_num_seqs:
                 self.pool.release(own or ())
