@@ -14,7 +14,7 @@ from pathlib import Path
 from stairs.accounting.table import Axis, Kind, Quantity, Unit
 from stairs.errors import ConfigError
 
-__all__ = ["DEVICES", "Device", "Figure", "find_device", "ridge"]
+__all__ = ["DEVICES", "Device", "Figure", "find_device", "installed_card", "ridge"]
 
 KIB, MIB, GIB = 2**10, 2**20, 2**30
 
@@ -82,7 +82,7 @@ def ridge(device: Device, dtype: str) -> Quantity:
 def find_device(name: str) -> Device:
     """A row by its name; ``auto`` is the card in this machine, or the one we measured."""
     if name == "auto":
-        return DEVICES[_installed_card() or "h200"]
+        return DEVICES[installed_card() or "h200"]
     if name not in DEVICES:
         raise ConfigError(
             f"gpu {name!r} is not a device we have figures for; one of {', '.join(DEVICES)}",
@@ -91,12 +91,12 @@ def find_device(name: str) -> Device:
     return DEVICES[name]
 
 
-def _installed_card() -> str | None:
-    """The driver's own name of the first card, matched to a row; None without a known card."""
-    for file in sorted(Path("/proc/driver/nvidia/gpus").glob("*/information")):
+def installed_card(root: Path = Path("/proc/driver/nvidia/gpus")) -> str | None:
+    """The row of the first card that the driver lists; None without a card we have figures for."""
+    for file in sorted(root.glob("*/information")):
         words = set(file.read_text().lower().replace("-", " ").split())
-        for name in DEVICES:
-            if name in words:
+        for name in sorted(DEVICES, key=len, reverse=True):  # a100-40gb before a100
+            if words.issuperset(name.split("-")):
                 return name
     return None
 
