@@ -17,7 +17,7 @@ from torch import Tensor
 
 from stairs.engine.sequence import Sequence, TokenLogprobs
 
-__all__ = ["sample", "token_logprobs"]
+__all__ = ["adjust", "sample", "token_logprobs"]
 
 
 @torch.inference_mode()
@@ -34,7 +34,7 @@ def sample(
     raw = logits if logits.dtype == torch.float64 else logits.float()
     logits = raw.clone()
     for row, sequence in zip(logits, sequences, strict=True):
-        _adjust(row, sequence)
+        adjust(row, sequence)
     tokens = logits.argmax(dim=-1)
     drawn = [row for row, sequence in enumerate(sequences) if sequence.sampling.temperature > 0]
     if drawn:
@@ -64,7 +64,7 @@ def token_logprobs(
     return found
 
 
-def _adjust(row: Tensor, sequence: Sequence) -> None:
+def adjust(row: Tensor, sequence: Sequence) -> None:
     """Bias, minimum length and penalties, in place on one row (V,)."""
     sampling = sequence.sampling
     if sampling.logit_bias:
