@@ -34,11 +34,11 @@ def stream(llm: LLM, conversations: list[list[dict[str, str]]]) -> list[RequestO
     texts, outputs = [""] * num, {}
     print("\n" * (num if live else 0), end="")
     for event in llm.stream(conversations, ANSWER):
-        texts[event.index] += event.delta
-        outputs[event.index] = event.output
-        line = f"  {event.index + 1}  {' '.join(texts[event.index].split())}"
+        texts[event.prompt_index] += event.delta
+        outputs[event.prompt_index] = event.output
+        line = f"  {event.prompt_index + 1}  {' '.join(texts[event.prompt_index].split())}"
         if live:
-            up, width = num - event.index, shutil.get_terminal_size().columns - 1
+            up, width = num - event.prompt_index, shutil.get_terminal_size().columns - 1
             print(f"\033[{up}A\r\033[K{line[-width:]}\033[{up}B\r", end="", flush=True)
         elif event.finish_reason:
             print(line, flush=True)

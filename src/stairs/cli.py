@@ -227,10 +227,11 @@ class Clock:
         self.verbose = verbose
         self.began = self.last = time.perf_counter() - _process_age()
 
-    def part(self, name: str) -> None:
-        now = time.perf_counter()
-        self.say(f"{name:12} {now - self.last:7.3f} s")
-        self.last = now
+    def part(self, name: str, seconds: float | None = None) -> None:
+        """What ended now, or took ``seconds`` since the part before it."""
+        end = time.perf_counter() if seconds is None else self.last + seconds
+        self.say(f"{name:12} {end - self.last:7.3f} s")
+        self.last = end
 
     def say(self, line: str) -> None:
         if self.verbose:
@@ -251,7 +252,10 @@ def _load(model: str, clock: Clock, **options: Any) -> LLM:
 
     clock.part("import")
     llm = LLM(model, **options)
-    clock.part("load")
+    for name, seconds in llm.load_seconds.items():
+        clock.part(name, seconds)
+    llm.warm_up()
+    clock.part("warm-up")
     return llm
 
 

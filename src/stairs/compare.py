@@ -182,12 +182,6 @@ def _open(model: str, technique: Technique) -> LLM:
     )
 
 
-def _warm_up(llm: LLM) -> None:
-    """Kernels compiled, threads started: nobody's first token pays for them."""
-    prompt = list(range(1, 33))
-    llm.generate([prompt], SamplingParams(temperature=0, max_tokens=2, ignore_eos=True))
-
-
 # -- what is shown ------------------------------------------------------------------------------
 
 _BEFORE = "work before the request, ms"
@@ -298,7 +292,7 @@ def compare(
     tokens: list[int] | None = None
     for technique in TECHNIQUES:
         llm = _open(model, technique)
-        _warm_up(llm)
+        llm.warm_up()
         run = technique.run(llm, request)
         if tokens is None:
             tokens = run.tokens

@@ -71,10 +71,18 @@ class LLM:
                 enable_prefix_caching=enable_prefix_caching,
             ),
         )
+        began = time.perf_counter()
         self.checkpoint = open_checkpoint(model, revision=revision, load_format=load_format)
         self.tokenizer = self.checkpoint.tokenizer()
+        opened = time.perf_counter()
         self.engine = build_engine(self.checkpoint.config, self.checkpoint.tensors, config)
+        self.load_seconds = {"open": opened - began, "weights": time.perf_counter() - opened}
         self._requests: dict[int, GrowingOutput] = {}
+
+    def warm_up(self) -> None:
+        """One step of one token, so that kernels are compiled and threads run before a request's
+        clock starts. It stands in the ledger like any other step."""
+        self.generate([[0]], SamplingParams(temperature=0, max_tokens=1, ignore_eos=True))
 
     # -- generation -------------------------------------------------------------------------
 
