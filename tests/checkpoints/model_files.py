@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import struct
 from collections.abc import Mapping
 from pathlib import Path
@@ -10,6 +11,7 @@ from typing import Any
 import gguf
 import numpy as np
 import torch
+from safetensors.torch import save_file
 
 from stairs.checkpoints.layout import tensor_specs
 from stairs.config import ModelConfig
@@ -92,6 +94,34 @@ def write_tiny_gguf(path: Path, **options: Any) -> Path:
     return write_gguf(
         path, as_llama_cpp(seeded_tensors(), CONFIG, gguf.MODEL_ARCH.LLAMA), **options
     )
+
+
+CONFIG_JSON: dict[str, Any] = {
+    "model_type": "llama", "vocab_size": 96, "hidden_size": 64, "num_hidden_layers": 2,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "intermediate_size": 96,
+    "max_position_embeddings": 128, "rms_norm_eps": CONFIG.norm_eps, "hidden_act": "silu",
+    "rope_theta": 10000.0, "bos_token_id": 1, "eos_token_id": 2,
+}  # fmt: skip
+
+
+def write_folder(folder: Path, tensors: dict[str, torch.Tensor], *, num_files: int = 1) -> Path:
+    (folder / "config.json").write_text(json.dumps(CONFIG_JSON))
+    if num_files == 1:
+        save_file(tensors, folder / "model.safetensors")
+        return folder
+    names, weight_map = list(tensors), {}
+    for part in range(num_files):
+        file = f"model-{part + 1:05d}-of-{num_files:05d}.safetensors"
+        mine = names[part::num_files]
+        save_file({name: tensors[name] for name in mine}, folder / file)
+        weight_map |= dict.fromkeys(mine, file)
+    write_index(folder, weight_map)
+    return folder
+
+
+def write_index(folder: Path, weight_map: object) -> None:
+    index = {"metadata": {"total_size": 1}, "weight_map": weight_map}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
 
 
 def string(text: str | bytes) -> bytes:

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Literal
 
 from stairs.checkpoints.configs import read_config
-from stairs.errors import CheckpointError, ModelNotFoundError
+from stairs.errors import ModelNotFoundError
 from stairs.text.json_file import read_object
 
 __all__ = ["fetch", "fetch_file"]
@@ -30,7 +30,7 @@ def fetch(
     """The local folder of a repository, or one of its GGUFs where ``file`` says which."""
     folder = _snapshot(repo, revision, _DESCRIPTION)
     if file is not None or not (folder / "config.json").is_file():
-        return _gguf(repo, file, revision)
+        return _gguf(repo, file, revision, folder)
     read_config(read_object(folder / "config.json"))
     if wanted == "config":
         return folder
@@ -48,16 +48,16 @@ def fetch_file(repo: str, file: str, *, revision: str | None = None) -> Path:
         raise _not_fetched(repo, error) from None
 
 
-def _gguf(repo: str, wanted: str | None, revision: str | None) -> Path:
+def _gguf(repo: str, wanted: str | None, revision: str | None, snapshot: Path) -> Path:
     """The one GGUF whose name holds ``wanted``, with its other parts where it is split."""
-    names = [name for name in _list_files(repo, revision) if name.endswith(".gguf")]
+    names = [name for name in _list_files(repo, revision, snapshot) if name.endswith(".gguf")]
     chosen = [name for name in names if wanted is None or wanted.lower() in name.lower()]
     firsts = [n for n in chosen if not _PART.fullmatch(n) or "-00001-of-" in n]
     if len(firsts) != 1:
         shown = ", ".join(firsts[:6] or names[:6]) or "none"
         raise ModelNotFoundError(
-            f"{repo} has no config.json that is wanted and not one GGUF that fits "
-            f"{wanted or 'without a choice'}; there: {shown}; write {repo}:FILE",
+            f"{repo} has not one GGUF{f' that fits {wanted!r}' if wanted else ''} "
+            f"(it has {shown}); write {repo}:FILE",
             param="model",
         )
     stem = firsts[0].replace("-00001-of-", "-*-of-")
@@ -73,24 +73,21 @@ def _snapshot(repo: str, revision: str | None, patterns: Sequence[str]) -> Path:
         raise _not_fetched(repo, error) from None
 
 
-def _list_files(repo: str, revision: str | None) -> list[str]:
-    from huggingface_hub import HfApi, constants
+def _list_files(repo: str, revision: str | None, snapshot: Path) -> list[str]:
+    """The repository's files; where the hub cannot be asked, those of them that are here."""
+    from huggingface_hub import HfApi
 
     try:
-        if constants.HF_HUB_OFFLINE:
-            folder = _snapshot(repo, revision, ["*.gguf"])
-            return sorted(str(path.relative_to(folder)) for path in folder.rglob("*.gguf"))
         return sorted(HfApi().list_repo_files(repo, revision=revision))
-    except CheckpointError:
-        raise
     except Exception as error:  # as above
+        here = sorted(str(path.relative_to(snapshot)) for path in snapshot.rglob("*.gguf"))
+        if here:
+            return here
         raise _not_fetched(repo, error) from None
 
 
 def _not_fetched(repo: str, error: Exception) -> ModelNotFoundError:
     """One line for each way to fail, with what to do."""
-    if isinstance(error, ModelNotFoundError):
-        return error
     advice = {
         "GatedRepoError": "ask for access on its page, then set HF_TOKEN",
         "RepositoryNotFoundError": "no such repository, or a private one: check name and HF_TOKEN",
