@@ -133,12 +133,12 @@ class Table:
         plain = _align(heads, body, right, words, width)
         if _width(plain) <= width:
             return plain
-        turned_heads = [["", ""] + [row[0] for row in body]]
         turned_body = [
-            [names[i], kinds[i], *[row[i] for row in body]] for i in range(1, len(names))
+            [f"{names[i]}, {kinds[i]}" if kinds[i] else names[i], *[row[i] for row in body]]
+            for i in range(1, len(names))
         ]
-        turned_right = [False, False] + [True] * len(body)
-        turned = _align(turned_heads, turned_body, turned_right, range(len(turned_right)), width)
+        heads, right = [["", *[row[0] for row in body]]], [False] + [True] * len(body)
+        turned = _align(heads, turned_body, right, range(len(right)), width)
         return turned if _width(turned) < _width(plain) else plain
 
     def _note_lines(self, width: int) -> list[str]:

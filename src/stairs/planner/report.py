@@ -133,7 +133,7 @@ def _phase_table(plan: Plan) -> Table:
         Column("stored bytes", "B", "stored bytes", "estimate"),
         Column("moved bytes", "B", "moved bytes", "predicted"),
         Column("largest step, rows x keys", "", "count", "exact"),
-        Column("intensity", "FLOP/B", "count", "predicted"),
+        Column("FLOP a byte", "", "count", "predicted"),
         Column("linear waits for"),
         Column("attention waits for"),
         Column("time", "s", "time", plan.answer.setting.model.kind),
