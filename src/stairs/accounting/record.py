@@ -36,6 +36,8 @@ ROW = np.dtype(
         ("kv_bytes_written_counted", np.int64),
         ("kv_bytes_read", np.int64),
         ("kv_bytes_read_counted", np.int64),
+        ("kv_bytes_stored", np.int64),  # of the blocks that ``context`` tokens need
+        ("kv_bytes_allocated", np.int64),  # of the blocks it had, shared ones included
     ]
 )
 
@@ -56,7 +58,7 @@ class StepRecord:
 
 @dataclass(slots=True)
 class Totals:
-    """Sums over rows, and over steps for ``steps`` and ``largest_step``.
+    """Sums over rows; over steps for ``steps``; the most of any row for bytes stored and allocated.
 
     ``largest_step`` is the most score-matrix cells any one step held: sum over its sequences of
     rows x keys, in one head of one layer.
@@ -72,6 +74,8 @@ class Totals:
     kv_bytes_written_counted: int = 0
     kv_bytes_read: int = 0
     kv_bytes_read_counted: int = 0
+    kv_bytes_stored: int = 0
+    kv_bytes_allocated: int = 0
     largest_step: int = 0
     host_seconds: float = 0.0
     device_seconds: float = 0.0
@@ -84,13 +88,18 @@ class Totals:
         self.steps += 1
         for name in _SUMMED:
             setattr(self, name, getattr(self, name) + int(rows[name].sum()))
+        for name in _PEAKS:
+            setattr(self, name, max(getattr(self, name), int(rows[name].max())))
         cells = int((rows["new_tokens"].astype(np.int64) * rows["context"]).sum())
         self.largest_step = max(self.largest_step, cells)
         self.host_seconds += record.host_seconds
         self.device_seconds += record.device_seconds
 
 
-_SUMMED = tuple(f.name for f in fields(Totals) if f.name in (ROW.names or ()))
+_PEAKS = ("kv_bytes_stored", "kv_bytes_allocated")
+_SUMMED = tuple(
+    f.name for f in fields(Totals) if f.name in (ROW.names or ()) and f.name not in _PEAKS
+)
 
 
 class Ledger:
