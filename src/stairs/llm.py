@@ -18,7 +18,7 @@ from stairs.cache.prefix import Pin
 from stairs.checkpoints.checkpoint import open_checkpoint
 from stairs.config import AttentionBackend, CacheConfig, EngineConfig, SamplingParams
 from stairs.engine.build import build_engine
-from stairs.engine.core import TokenEvent
+from stairs.engine.sequence import TokenEvent
 from stairs.errors import InvalidRequestError
 from stairs.outputs import GrowingOutput, RequestMetrics, RequestOutput, StreamEvent
 

@@ -8,8 +8,7 @@ from dataclasses import dataclass, field
 
 from stairs.accounting.record import Phase, Totals
 from stairs.config import SamplingParams
-from stairs.engine.core import TokenEvent
-from stairs.engine.sequence import TokenLogprobs
+from stairs.engine.sequence import TokenEvent, TokenLogprobs
 from stairs.text.stream import TextStream
 from stairs.text.tokenizer import Tokenizer
 

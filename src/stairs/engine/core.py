@@ -8,7 +8,6 @@ from __future__ import annotations
 import random
 import time
 from collections.abc import Sequence as Tokens
-from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -26,34 +25,15 @@ from stairs.engine.batch import Batch, StepBatch
 from stairs.engine.runner import Runner
 from stairs.engine.sampling import sample, token_logprobs
 from stairs.engine.scheduler import Scheduler, StepPlan
-from stairs.engine.sequence import FinishReason, Sequence, TokenLogprobs
+from stairs.engine.sequence import FinishReason, Sequence, TokenEvent, TokenLogprobs
 from stairs.errors import ContextLengthError, InvalidRequestError
 from stairs.models.registry import Model
 
-__all__ = ["Engine", "TokenEvent"]
+__all__ = ["Engine"]
 
 
 # Rows of a prompt whose logits are held at a time when their log probabilities are wanted.
 SCORED_ROWS = 64
-
-
-@dataclass(frozen=True, slots=True)
-class TokenEvent:
-    """One new token of answer ``index`` of a request.
-
-    ``finish_reason`` stands on an answer's last token, ``costs`` (sums of records by phase) on the
-    request's last, ``prompt_logprobs`` (of tokens 1, 2, ...) on its first. A prefix computed ahead
-    ends with a single event without a token.
-    """
-
-    request: int
-    token: int | None
-    finish_reason: FinishReason | None
-    num_cached_tokens: int  # prompt tokens whose K/V the prefix cache held on arrival
-    index: int = 0
-    logprobs: TokenLogprobs | None = None
-    prompt_logprobs: list[TokenLogprobs] | None = None
-    costs: dict[Phase, Totals] | None = None
 
 
 class Engine:
@@ -260,6 +240,7 @@ class Engine:
         c = self.model_config
         rows = np.zeros(len(plan.work), dtype=ROW)
         counts = batch.meta.counts.cpu().numpy()
+        size = self.config.cache.block_size
         per_token = costs.kv_bytes_per_token(c, self.kv.layers[0].k.element_size())
         for row, item in zip(rows, plan.work, strict=True):
             sequence = item.sequence
@@ -274,6 +255,8 @@ class Engine:
             row["pairs"] = costs.causal_pairs(item.num_new, context)
             row["kv_bytes_written"] = item.num_new * per_token
             row["kv_bytes_read"] = context * per_token
+            row["kv_bytes_stored"] = costs.blocks_for(context, size) * size * per_token
+            row["kv_bytes_allocated"] = len(sequence.blocks) * size * per_token
         pairs, rest = np.divmod(counts[:, AttnMeta.PAIRS], c.num_layers * c.num_heads)
         assert not rest.any(), "layers or heads disagree on the pairs they visited"
         rows["pairs_counted"] = pairs

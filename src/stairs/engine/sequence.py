@@ -13,11 +13,11 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from enum import Enum
 
-from stairs.accounting.record import Phase
+from stairs.accounting.record import Phase, Totals
 from stairs.cache.prefix import Entry
 from stairs.config import SamplingParams
 
-__all__ = ["FinishReason", "Sequence", "Status", "TokenLogprobs"]
+__all__ = ["FinishReason", "Sequence", "Status", "TokenEvent", "TokenLogprobs"]
 
 
 class Status(Enum):
@@ -41,6 +41,25 @@ class TokenLogprobs:
     logprob: float
     rank: int
     top: tuple[tuple[int, float], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class TokenEvent:
+    """One new token of answer ``index`` of a request.
+
+    ``finish_reason`` stands on an answer's last token, ``costs`` (sums of records by phase) on the
+    request's last, ``prompt_logprobs`` (of tokens 1, 2, ...) on its first. A prefix computed ahead
+    ends with a single event without a token.
+    """
+
+    request: int
+    token: int | None
+    finish_reason: FinishReason | None
+    num_cached_tokens: int  # prompt tokens whose K/V the prefix cache held on arrival
+    index: int = 0
+    logprobs: TokenLogprobs | None = None
+    prompt_logprobs: list[TokenLogprobs] | None = None
+    costs: dict[Phase, Totals] | None = None
 
 
 @dataclass(slots=True, eq=False)
