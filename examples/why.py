@@ -15,6 +15,7 @@ import torch
 from stairs.accounting import costs, traffic
 from stairs.accounting.table import Column, Table, show
 from stairs.attention.attend import attend
+from stairs.attention.choose import choose, score_bytes_held
 from stairs.attention.meta import AttnMeta, LayerKV
 from stairs.attention.online import empty, finish, merge, update
 from stairs.attention.reference import reference_attention, visible_keys
@@ -79,10 +80,10 @@ def faster() -> None:
         attend(*qkv, layer_kv, meta, backend=backend)
         pairs = int(meta.counts[0, AttnMeta.PAIRS])
         moved = traffic.compulsory_bytes(tokens, tokens, dim, FLOAT32) * heads
-        held = 0
         if backend == "reference":
             moved = traffic.materialised_bytes(tokens, tokens, dim, FLOAT32) * heads
-            held = costs.score_bytes(tokens, tokens, FLOAT32, heads=heads)
+        choice = choose(backend=backend, max_q=tokens, num_threads=torch.get_num_threads())
+        held = score_bytes_held(choice, rows=tokens, keys=tokens, heads=heads, itemsize=FLOAT32)
         rows.append((name, pairs, 4 * dim * pairs, held, moved, seconds))
     columns = (
         Column("attention"),
@@ -147,9 +148,8 @@ def axes() -> None:
             config,
             work,
             logits_rows=1,
-            weight_itemsize=BFLOAT16,
+            itemsize=BFLOAT16,
             kv_itemsize=BFLOAT16,
-            activation_itemsize=BFLOAT16,
             score_kernels=kernels,
         )
         return sum(parts.values())
