@@ -68,8 +68,8 @@ def show_costs(outputs: list[RequestOutput], *, num_pinned_tokens: int) -> None:
     per_token = outputs[0].metrics.prefill.kv_bytes_written / outputs[0].metrics.prefill.new_tokens
     again = per_token * num_pinned_tokens * (len(outputs) - 1)
     print(
-        f"  The pinned rows stand in each line but are stored once: {(total - again) / MIB:.1f} MiB "
-        f"for {len(outputs)} visitors, {total / MIB:.1f} MiB without sharing."
+        f"  The pinned rows stand in each line but are stored once: {(total - again) / MIB:.1f} "
+        f"MiB for {len(outputs)} visitors, {total / MIB:.1f} MiB without sharing."
     )
 
 
