@@ -25,7 +25,7 @@ from stairs.engine.batch import Batch, StepBatch
 from stairs.engine.runner import Runner
 from stairs.engine.sampling import sample, token_logprobs
 from stairs.engine.scheduler import Scheduler, StepPlan
-from stairs.engine.sequence import FinishReason, Sequence, TokenEvent, TokenLogprobs
+from stairs.engine.sequence import FinishReason, Sequence, Status, TokenEvent, TokenLogprobs
 from stairs.errors import ContextLengthError, InvalidRequestError
 from stairs.models.registry import Model
 
@@ -102,6 +102,23 @@ class Engine:
 
         Only whole blocks are kept: the tail of ``tokens`` is recomputed by every request.
         """
+        num_blocks = self.check_prefix(name, tokens)
+        sequence = Sequence(
+            request=self._num_requests,
+            tokens=list(tokens[: num_blocks * self.config.cache.block_size]),
+            sampling=SamplingParams(),
+            max_tokens=0,
+            stop_ids=frozenset(),
+            seed=0,
+            salt=salt,
+            prefill_only=True,
+        )
+        request = self._queue([sequence])
+        self._prefixes[request] = name, tuple(tokens)
+        return request
+
+    def check_prefix(self, name: str, tokens: Tokens[int]) -> int:
+        """Whether ``tokens`` can be pinned as ``name``; the number of blocks that would be held."""
         self._check_ids(tokens, "prompt")
         self._check_prompt(tokens)
         if name in {*self.prefix.pins, *(pending for pending, _ in self._prefixes.values())}:
@@ -119,19 +136,7 @@ class Engine:
                 param="prompt",
             )
         self._check_pin_fits(name, num_blocks)
-        sequence = Sequence(
-            request=self._num_requests,
-            tokens=list(tokens[: num_blocks * size]),
-            sampling=SamplingParams(),
-            max_tokens=0,
-            stop_ids=frozenset(),
-            seed=0,
-            salt=salt,
-            prefill_only=True,
-        )
-        request = self._queue([sequence])
-        self._prefixes[request] = name, tuple(tokens)
-        return request
+        return num_blocks
 
     def unpin(self, name: str) -> Pin:
         return self.prefix.unpin(name)
@@ -153,9 +158,18 @@ class Engine:
         """A live answer's state, for reading only."""
         return next(s for s in self._live[request] if s.index == index)
 
+    def is_waiting(self, request: int) -> bool:
+        """Whether it is queued and nothing of it runs or ran in the latest step."""
+        live = self._live.get(request, ())
+        return bool(live) and all(sequence.status is Status.WAITING for sequence in live)
+
     @property
     def has_work(self) -> bool:
         return bool(self._live)
+
+    @property
+    def num_steps(self) -> int:
+        return self._num_steps
 
     # -- a step -----------------------------------------------------------------------------
 
