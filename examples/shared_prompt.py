@@ -14,16 +14,16 @@ from importlib.resources import files
 from stairs import LLM, RequestOutput, SamplingParams
 
 QUESTIONS = (
-    "When are you open on Saturday?",
-    "How many books can I borrow at once?",
-    "What does a lost card cost?",
-    "Can I print in colour, and what is the price?",
-    "When is story time?",
-    "My film is two days late. What do I pay?",
-    "How do I get a library card?",
-    "Is there a book club?",
+    "What are the opening hours?",
+    "On what days is story time?",
+    "How long is a reserved item held?",
+    "What does printing in black and white cost?",
+    "How many computers are there?",
+    "Who can get a library card?",
+    "What should I bring to get a card?",
+    "Is the wireless internet free?",
 )
-ANSWER = SamplingParams(temperature=0, max_tokens=48)
+ANSWER = SamplingParams(temperature=0, max_tokens=40)
 MIB = 1024 * 1024
 
 
