@@ -157,8 +157,8 @@ def _prefetch_keys(pool, table, seat, head, start, stop):
 
 
 @njit(fastmath=_SUMS)
-def _dot_keys(scores, row, column, queries, pool, page, head, offset, num):
-    """scores[row, column + j] = queries[row] . pool[page, head, offset + j], four keys a time."""
+def _dot_keys(scores, row, column, queries, scale, pool, page, head, offset, num):
+    """scores[row, column + j] = scale * queries[row] . pool[page, head, offset + j]."""
     head_dim = pool.shape[3]
     zero = scores.dtype.type(0)
     whole = num // 4 * 4
@@ -171,15 +171,15 @@ def _dot_keys(scores, row, column, queries, pool, page, head, offset, num):
             b += x * _widen(pool[page, head, key + 1, e])
             c += x * _widen(pool[page, head, key + 2, e])
             d += x * _widen(pool[page, head, key + 3, e])
-        scores[row, column + j] = a
-        scores[row, column + j + 1] = b
-        scores[row, column + j + 2] = c
-        scores[row, column + j + 3] = d
+        scores[row, column + j] = scale * a
+        scores[row, column + j + 1] = scale * b
+        scores[row, column + j + 2] = scale * c
+        scores[row, column + j + 3] = scale * d
     for j in range(whole, num):
         a = zero
         for e in range(head_dim):
             a += queries[row, e] * _widen(pool[page, head, offset + j, e])
-        scores[row, column + j] = a
+        scores[row, column + j] = scale * a
 
 
 @njit(fastmath=_SUMS)
@@ -228,7 +228,21 @@ def _total(weights, row, num):
 
 @njit
 def _attend_tile(
-    queries, rows, group, past, k_pool, v_pool, table, seat, head, start, end, scores, parts, slot
+    queries,
+    rows,
+    group,
+    past,
+    scale,
+    k_pool,
+    v_pool,
+    table,
+    seat,
+    head,
+    start,
+    end,
+    scores,
+    parts,
+    slot,
 ):
     """Add the tile of keys at ``start`` to every row that sees some of them; the pairs it visited.
 
@@ -247,7 +261,9 @@ def _attend_tile(
         for row in range(rows):
             seen = min(num, past + row // group + 1 - key)
             if seen > 0:
-                _dot_keys(scores, row, key - start, queries, k_pool, page, head, offset, seen)
+                _dot_keys(
+                    scores, row, key - start, queries, scale, k_pool, page, head, offset, seen
+                )
                 num_pairs += seen
         key += num
     for row in range(rows):
@@ -345,7 +361,7 @@ def _attend_part(
         for row in range(num_q * group):
             query, column = cu_q[seat] + row // group, head * group + row % group
             for e in range(head_dim):
-                queries[row, e] = scale * q[query, column, e]
+                queries[row, e] = q[query, column, e]
                 parts[slot, row, e] = 0
             parts[slot, row, head_dim] = -np.inf
             parts[slot, row, head_dim + 1] = 0
@@ -353,8 +369,8 @@ def _attend_part(
         visits[slot, 0] = task
         for start in range(low * KEY_TILE, end, KEY_TILE):
             visits[slot, 1] += _attend_tile(
-                queries, num_q * group, group, past, k_pool, v_pool, table, seat, head, start, end,
-                scores, parts, slot,
+                queries, num_q * group, group, past, scale, k_pool, v_pool, table, seat, head,
+                start, end, scores, parts, slot,
             )  # fmt: skip
         visits[slot, 2] += end - low * KEY_TILE
 
@@ -446,7 +462,7 @@ def write_and_attend_short(
         _bits(layer_kv.v),
         meta.cu_q.numpy(),
         meta.kv_len.numpy(),
-        meta.block_table.numpy(),
+        meta.block_table.contiguous().numpy(),  # another layout would compile another kernel
         meta.slots.numpy(),
         queries.numpy().dtype.type(scale),
         result.numpy(),

@@ -1,18 +1,20 @@
 """Long rows on a CPU: a sequence's pages are gathered once, then torch's SDPA tiles over them.
 
-The causal mask is bottom-right aligned and no (queries, keys) mask is built: the keys before the
-first query are seen by every row (one unmasked call), the rest is a square that torch masks
-itself (one causal call); the two are merged by the law of ``online``.
+The staircase mask is bottom-right aligned and costs O(queries + keys) memory: with the queries
+in reverse order, row i sees key j when i + j < num_keys, so every row of the mask is the same
+vector one step further, and one vector seen with strides (1, 1) is the whole mask. Rows go in
+groups, each over the keys that its last row sees: less is computed above the staircase, and
+nothing is merged, so the error is torch's own.
 """
 
 from __future__ import annotations
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
-from stairs.attention.choose import SHORT_ROWS
+from stairs.attention.choose import ROW_GROUP, SHORT_ROWS
 from stairs.attention.meta import AttnMeta, LayerKV
-from stairs.attention.online import State, finish, merge, partial
 from stairs.attention.pages import gather, sequences
 from stairs.attention.reference import compute_dtype
 
@@ -31,42 +33,37 @@ def attend_long(q: Tensor, layer_kv: LayerKV, meta: AttnMeta, *, scale: float, o
         counts = meta.counts[sequence.seat]
         counts[AttnMeta.KV_BYTES_READ] += keys.nbytes + values.nbytes
         rows = slice(sequence.first, sequence.first + sequence.num_q)
-        queries = q[rows].to(dtype).transpose(0, 1)  # (H, Sq, D)
-        result, num_pairs = _staircase(queries, keys.to(dtype), values.to(dtype), scale=scale)
-        out[rows] = result.transpose(0, 1)
-        counts[AttnMeta.PAIRS] += num_pairs
-
-
-def _staircase(
-    queries: Tensor, keys: Tensor, values: Tensor, *, scale: float
-) -> tuple[Tensor, int]:
-    """queries (H, Sq, D), keys and values (G, Sk, D) -> O (H, Sq, D) and the pairs computed."""
-    num_q = queries.shape[1]
-    past = keys.shape[1] - num_q
-    blind = max(0, -past)  # rows above the staircase see no key
-    out = queries.new_zeros(queries.shape)
-    if blind == num_q:
-        return out, 0
-    square, num_pairs = _sdpa(
-        queries[:, blind:], keys[:, max(0, past) :], values[:, max(0, past) :],
-        scale=scale, causal=True,
-    )  # fmt: skip
-    if past > 0:
-        prefix, num_prefix_pairs = _sdpa(
-            queries, keys[:, :past], values[:, :past], scale=scale, causal=False
+        counts[AttnMeta.PAIRS] += _climb(
+            q[rows].to(dtype), keys.to(dtype), values.to(dtype), scale=scale, out=out[rows]
         )
-        return finish(merge(prefix, square))[0], num_pairs + num_prefix_pairs
-    out[:, blind:] = square.acc
-    return out, num_pairs
 
 
-def _sdpa(
-    queries: Tensor, keys: Tensor, values: Tensor, *, scale: float, causal: bool
-) -> tuple[State, int]:
-    """One call of torch's CPU kernel, which shares a K/V head among its query heads itself."""
-    out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
-        queries.unsqueeze(0), keys.unsqueeze(0), values.unsqueeze(0), 0.0, causal, scale=scale
-    )
-    num_rows, num_keys = queries.shape[1], keys.shape[1]
-    visible = num_keys * (num_keys + 1) // 2 if causal else num_rows * num_keys
-    return partial(out[0], lse[0]), queries.shape[0] * visible
+def _climb(queries: Tensor, keys: Tensor, values: Tensor, *, scale: float, out: Tensor) -> int:
+    """queries (Sq, H, D), keys and values (G, Sk, D) into out (Sq, H, D); the pairs it saw."""
+    num_q, num_heads, _ = queries.shape
+    num_kv = keys.shape[1]
+    past = num_kv - num_q
+    blind = max(0, -past)  # rows above the staircase see no key
+    out[:blind] = 0
+    staircase = queries.new_zeros(num_kv + ROW_GROUP)
+    staircase[num_kv:] = -torch.inf
+    seen_before = F.pad((staircase == 0).cumsum(0), (1, 0))
+    num_pairs = 0
+    for first in range(blind, num_q, ROW_GROUP):
+        last = min(num_q, first + ROW_GROUP)
+        stop = past + last  # keys that the group's last row sees
+        begin = num_kv - stop
+        mask = staircase.as_strided((1, 1, last - first, stop), (0, 0, 1, 1), begin)
+        attended = F.scaled_dot_product_attention(
+            queries[first:last].flip(0).transpose(0, 1).unsqueeze(0),
+            keys[:, :stop].unsqueeze(0),
+            values[:, :stop].unsqueeze(0),
+            attn_mask=mask,
+            scale=scale,
+            enable_gqa=True,
+        )
+        out[first:last] = attended[0].transpose(0, 1).flip(0)
+        window = slice(begin, begin + last - first)
+        seen = seen_before[stop:][window] - seen_before[window]
+        num_pairs += num_heads * int(seen.sum())
+    return num_pairs

@@ -114,7 +114,7 @@ def _attend_sequence(
     tile_q = tile.queries or num_q
     tile_kv = max(1, (tile.keys or 1) // layer_kv.block_size) * layer_kv.block_size
     # (G, group, Sq, D): the heads that share a K/V head become rows of one product.
-    queries = (q.to(dtype) * scale).view(num_q, kv_heads, group, head_dim).permute(1, 2, 0, 3)
+    queries = q.to(dtype).view(num_q, kv_heads, group, head_dim).permute(1, 2, 0, 3)
     starts = range(0, num_q, tile_q)
     states = [
         empty((kv_heads, group * min(tile_q, num_q - first)), head_dim, like=queries)
@@ -135,7 +135,7 @@ def _attend_sequence(
             if past + last <= start:
                 continue  # a whole tile right of the staircase
             rows = queries[:, :, first:last].reshape(kv_heads, -1, head_dim)
-            scores = rows @ keys.transpose(1, 2)
+            scores = (rows @ keys.transpose(1, 2)).mul_(scale)
             num_pairs = scores.numel()
             if past + first + 1 < stop:
                 visible = visible_keys(
