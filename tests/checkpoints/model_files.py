@@ -105,6 +105,7 @@ CONFIG_JSON: dict[str, Any] = {
 
 
 def write_folder(folder: Path, tensors: dict[str, torch.Tensor], *, num_files: int = 1) -> Path:
+    folder.mkdir(exist_ok=True)
     (folder / "config.json").write_text(json.dumps(CONFIG_JSON))
     if num_files == 1:
         save_file(tensors, folder / "model.safetensors")

@@ -93,8 +93,10 @@ def read_config(raw: Mapping[str, Any]) -> ModelConfig:
             param="model_type",
         )
     heads = keys.take("architectures", default=None)
-    if heads and family.head not in heads:
-        raise ConfigError(f"architectures {heads} lacks {family.head}", param="architectures")
+    if heads and not (isinstance(heads, list) and family.head in heads):
+        raise ConfigError(
+            f"architectures must hold {family.head}, got {heads!r:.80}", param="architectures"
+        )
     keys.expect("is_encoder_decoder", False)
     keys.expect("add_cross_attention", False)
     config = family.read(keys, family)
@@ -222,11 +224,13 @@ def _bias(keys: Keys, name: str, rule: Bias) -> bool:
 def _window(keys: Keys, family: Family, num_layers: int) -> tuple[int | None, int]:
     """The window, and how many layers it does not bind; up to it every layer sees all keys."""
     kinds = keys.take("layer_types", default=None)
+    known = ("full_attention", "sliding_attention")
     if kinds is not None and not (
-        isinstance(kinds, list) and set(kinds) <= {"full_attention", "sliding_attention"}
+        isinstance(kinds, list) and len(kinds) == num_layers and all(k in known for k in kinds)
     ):
         raise ConfigError(
-            f"layer_types may hold full_attention and sliding_attention, got {kinds!r:.80}",
+            f"layer_types must say full_attention or sliding_attention for each of {num_layers} "
+            f"layers, got {kinds!r:.80}",
             param="layer_types",
         )
     window = keys.integer("sliding_window", default=None)
@@ -247,7 +251,9 @@ def _no_rope_layers(keys: Keys, family: Family, num_layers: int) -> tuple[int, .
     marks = keys.take("no_rope_layers", default=None)
     if marks is None:
         marks = [int((layer + 1) % interval != 0) for layer in range(num_layers)]
-    if not isinstance(marks, list) or len(marks) < num_layers or not set(marks) <= {0, 1}:
+    if not (
+        isinstance(marks, list) and len(marks) >= num_layers and all(m in (0, 1) for m in marks)
+    ):
         raise ConfigError(
             f"no_rope_layers must hold a 0 or 1 for each of {num_layers} layers",
             param="no_rope_layers",

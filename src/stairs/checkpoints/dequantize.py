@@ -1,14 +1,18 @@
-"""Packed blocks to float32, equal to the ``gguf`` package's values to the bit.
+"""Packed blocks to float32: the ``gguf`` package's own code for every type, over several threads.
 
-The package's numpy code serves every type. The three that the most-used files consist of have a
-torch formula beside it: 134M weights in 0.09 s where numpy takes 0.5 s (2 cores, 2026).
+Its numpy loops let go of the interpreter lock: two threads doubled Q8_0 and IQ2_XXS on 4096
+columns; small tensors gain nothing and stay on one. Torch formulas of our own for Q4_1 and Q8_0
+were three times as fast on an idle machine and ten times slower on a busy one, whose short
+parallel regions wait for a thread that is not scheduled; they are gone.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
 
 import gguf
+import numpy as np
 import torch
 
 __all__ = ["QUANTISED", "dequantize"]
@@ -22,44 +26,27 @@ QUANTISED = frozenset(
 _PLAIN: Mapping[str, torch.dtype] = {
     "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16,
 }  # fmt: skip
+_JOB = 2**20  # weights a thread takes at once
 
 
 def dequantize(rows: torch.Tensor, kind: str) -> torch.Tensor:
-    """(R, bytes of a row) uint8 to (R, columns), new for a block type, else a view of ``rows``."""
+    """(R, bytes of a row) uint8 to (R, columns): new for a block type, else a view of ``rows``."""
     if kind in _PLAIN:
         return rows.view(_PLAIN[kind])
-    if kind in _FAST:
-        block, formula = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[kind]], _FAST[kind]
-        return formula(rows.reshape(-1, block[1])).view(rows.shape[0], -1)
-    return torch.from_numpy(gguf.dequantize(rows.numpy(), gguf.GGMLQuantizationType[kind]))
+    quant = gguf.GGMLQuantizationType[kind]
+    block, block_bytes = gguf.GGML_QUANT_SIZES[quant]
+    packed = rows.numpy()
+    dense = np.empty((len(packed), packed.shape[1] // block_bytes * block), np.float32)
+    step = max(1, _JOB // dense.shape[1])
 
+    def work(start: int) -> None:
+        with np.errstate(all="ignore"):  # a file's scales may overflow; the values then say so
+            dense[start : start + step] = gguf.dequantize(packed[start : start + step], quant)
 
-def _halves(blocks: torch.Tensor) -> torch.Tensor:
-    """The leading float16 fields of each block as float32: (B, bytes) to (B, bytes / 2)."""
-    return blocks.contiguous().view(torch.float16).float()
-
-
-def _nibbles(packed: torch.Tensor) -> torch.Tensor:
-    """(B, 16) bytes to (B, 32): the low halves first, then the high ones."""
-    out = torch.empty(packed.shape[0], 32)
-    out[:, :16] = packed & 15
-    out[:, 16:] = packed >> 4
-    return out
-
-
-def _q4_0(blocks: torch.Tensor) -> torch.Tensor:
-    return _nibbles(blocks[:, 2:]).sub_(8).mul_(_halves(blocks[:, :2]))
-
-
-def _q4_1(blocks: torch.Tensor) -> torch.Tensor:
-    fields = _halves(blocks[:, :4])
-    return _nibbles(blocks[:, 4:]).mul_(fields[:, :1]).add_(fields[:, 1:])
-
-
-def _q8_0(blocks: torch.Tensor) -> torch.Tensor:
-    return blocks[:, 2:].contiguous().view(torch.int8).float().mul_(_halves(blocks[:, :2]))
-
-
-_FAST: Mapping[str, Callable[[torch.Tensor], torch.Tensor]] = {
-    "Q4_0": _q4_0, "Q4_1": _q4_1, "Q8_0": _q8_0,
-}  # fmt: skip
+    starts = range(0, len(packed), step)
+    if len(starts) > 1:
+        with ThreadPoolExecutor(torch.get_num_threads()) as pool:
+            list(pool.map(work, starts))
+    else:
+        work(0)
+    return torch.from_numpy(dense)

@@ -201,6 +201,9 @@ class Tokenizer:
             raise InvalidRequestError(
                 "the text is not valid Unicode: it holds half of a surrogate pair", param="prompt"
             ) from None
+        except Exception as error:  # the library raises plain Exception
+            reason = str(error).splitlines()[:1]
+            raise CheckpointError(f"the tokenizer cannot encode a text: {reason}") from None
 
     def _render(
         self,
