@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import shutil
 import sys
+import textwrap
 import time
 from importlib.resources import files
 
@@ -41,7 +42,7 @@ def stream(llm: LLM, conversations: list[list[dict[str, str]]]) -> list[RequestO
             up, width = num - event.prompt_index, shutil.get_terminal_size().columns - 1
             print(f"\033[{up}A\r\033[K{line[-width:]}\033[{up}B\r", end="", flush=True)
         elif event.finish_reason:
-            print(line, flush=True)
+            print(textwrap.fill(line, 96, subsequent_indent="     "), flush=True)
     return [outputs[i] for i in range(num)]
 
 
@@ -68,8 +69,8 @@ def show_costs(outputs: list[RequestOutput], *, num_pinned_tokens: int) -> None:
     per_token = outputs[0].metrics.prefill.kv_bytes_written / outputs[0].metrics.prefill.new_tokens
     again = per_token * num_pinned_tokens * (len(outputs) - 1)
     print(
-        f"  The pinned rows stand in each line but are stored once: {(total - again) / MIB:.1f} "
-        f"MiB for {len(outputs)} visitors, {total / MIB:.1f} MiB without sharing."
+        f"  The cached rows stand in each line but are stored once: {(total - again) / MIB:.1f} "
+        f"MiB for {len(outputs)},\n  against {total / MIB:.1f} MiB without sharing."
     )
 
 
