@@ -176,6 +176,18 @@ def test_a_file_of_each_type_gives_the_packages_values(tmp_path: Path, kind: str
             assert found is None
 
 
+def test_packed_rows_are_out_by_in_where_the_dense_weight_is_not(tmp_path: Path):
+    written = seeded_tensors(GPT2)
+    path = write_gguf(
+        tmp_path / "g.gguf", as_llama_cpp(written, GPT2, gguf.MODEL_ARCH.GPT2), arch="gpt2",
+        metadata=metadata_of(GPT2), types={"blk.0.attn_qkv.weight": "Q8_0"},
+    )  # fmt: skip
+    source, name = source_of(path), "h.0.attn.c_attn.weight"
+    packed = source.packed(name)
+    assert source.shape(name) == (64, 192) and packed.shape == (192, 64)
+    assert torch.equal(dequantize(packed.rows, packed.type).T, source.load(name, torch.float32))
+
+
 @pytest.mark.parametrize("kind", ["Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0"])
 def test_what_the_packages_quantiser_wrote(tmp_path: Path, kind: str):
     linear = [n for n, t in as_llama_cpp(seeded_tensors(), CONFIG, gguf.MODEL_ARCH.LLAMA).items()

@@ -18,7 +18,13 @@ import pytest
 import torch
 from safetensors.torch import save
 
-from checkpoints.model_files import CONFIG, CONFIG_JSON, seeded_tensors, write_tiny_gguf
+from checkpoints.model_files import (
+    CONFIG,
+    CONFIG_JSON,
+    seeded_tensors,
+    write_folder,
+    write_tiny_gguf,
+)
 
 COMMIT, OLDER = "a" * 40, "b" * 40
 RESOLVE = """
@@ -157,7 +163,18 @@ def test_fetches_what_is_read_and_nothing_else(hub: FakeHub, resolve):
     # Again without the network: from the cache.
     hub.seen.clear()
     again = resolve("org/tiny", HF_HUB_OFFLINE="1")
-    assert again.stdout == done.stdout and not hub.seen
+    assert again.stdout == done.stdout and not hub.seen and again.stderr == ""
+
+
+def test_a_model_in_shards(hub: FakeHub, resolve, tmp_path: Path):
+    write_folder(tmp_path / "sharded", seeded_tensors(), num_files=3)
+    files = {path.name: path.read_bytes() for path in (tmp_path / "sharded").iterdir()}
+    hub.repos["org/large"] = files | {"consolidated.safetensors": b"second copy"}
+    done = resolve("org/large")
+    assert done.returncode == 0, done.stderr
+    assert hub.downloads() == files.keys()
+    hub.seen.clear()
+    assert resolve("org/large").stdout == done.stdout and not hub.downloads()
 
 
 def test_a_revision_and_a_config_alone(hub: FakeHub, resolve):

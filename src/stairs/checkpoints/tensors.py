@@ -36,5 +36,5 @@ class TensorSource(Protocol):
         ...
 
     def packed(self, name: str) -> PackedRows | None:
-        """The quantised rows of a linear weight; None where the file has it dense."""
+        """The quantised rows of a linear weight, (out, in) in every family; None where dense."""
         ...
