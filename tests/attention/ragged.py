@@ -6,6 +6,7 @@ sequence's last page hold ``tail``.
 
 from __future__ import annotations
 
+import functools
 import os
 import zlib
 from dataclasses import dataclass
@@ -22,8 +23,13 @@ BACKENDS = ("reference", "online", "cpu")
 
 
 def fresh() -> torch.Generator:
-    """Other numbers for every test, the same ones in every run."""
-    return torch.Generator().manual_seed(zlib.crc32(os.environ["PYTEST_CURRENT_TEST"].encode()))
+    """The running test's generator: other numbers in every test, the same ones in every run."""
+    return _generator(os.environ["PYTEST_CURRENT_TEST"])
+
+
+@functools.lru_cache(maxsize=1)
+def _generator(test: str) -> torch.Generator:
+    return torch.Generator().manual_seed(zlib.crc32(test.encode()))
 
 
 @dataclass

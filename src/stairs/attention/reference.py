@@ -1,6 +1,6 @@
 """The specification: O = softmax(scale * Q K^T) V with the whole score matrix in memory.
 
-Three passes over that matrix (Q K^T, softmax, times V), one sequence at a time, in the inputs'
+Three trips over that matrix (Q K^T, softmax, times V), one sequence at a time, in the inputs'
 dtype and at least float32. Key j is visible to query i when j <= i + Sk - Sq (bottom-right).
 A row that sees no key gives O = 0 and LSE = -inf; LSE is the natural logarithm.
 """
@@ -10,12 +10,38 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from stairs.attention.meta import AttnMeta, LayerKV
 from stairs.attention.pages import gather, sequences
 
 __all__ = ["compute_dtype", "paged_reference", "reference_attention", "visible_keys"]
+
+_BLOCK = 16  # rows of one product, see _Block
+
+
+class _Block(NamedTuple):
+    """Rows at positions 16 b .. 16 b + 15, over the keys that the last of them sees.
+
+    BLAS and sum() choose their order of summation by shape. A block's shapes depend on b alone,
+    so appending a token changes no earlier row by a bit, and a row fed alone equals the same row
+    of a whole prompt.
+    """
+
+    rows: slice  # of q
+    inside: slice  # the same rows in the block
+    num_keys: int  # keys of the block, cut to those that exist
+    visible: Tensor  # (16, keys of the block) bool
+
+    def load(self, matrix: Tensor) -> Tensor:
+        """This block of the score matrix (..., H, Sq, Sk), zero where the matrix has no entry."""
+        block = matrix.new_zeros((*matrix.shape[:-2], *self.visible.shape))
+        block[..., self.inside, : self.num_keys] = matrix[..., self.rows, : self.num_keys]
+        return block
+
+    def store(self, block: Tensor, matrix: Tensor) -> None:
+        matrix[..., self.rows, : self.num_keys] = block[..., self.inside, : self.num_keys]
 
 
 class _Result(NamedTuple):
@@ -51,30 +77,64 @@ def reference_attention(
     return result.out, result.lse
 
 
+def _blocks(num_q: int, num_kv: int, *, causal: bool, device: torch.device) -> list[_Block]:
+    """The rows that see a key, in blocks at absolute positions."""
+    past = num_kv - num_q
+    first = max(past, 0) if causal else past
+    blocks: list[_Block] = []
+    if not num_q or not num_kv:
+        return blocks
+    for start in range(first // _BLOCK * _BLOCK, num_kv, _BLOCK):
+        low, high = max(start, first), min(start + _BLOCK, num_kv)
+        num_keys = start + _BLOCK if causal else num_kv
+        visible = visible_keys(
+            range(_BLOCK), range(num_keys), past=start if causal else num_kv, device=device
+        )
+        blocks.append(
+            _Block(
+                rows=slice(low - past, high - past),
+                inside=slice(low - start, high - start),
+                num_keys=min(num_keys, num_kv),
+                visible=visible,
+            )
+        )
+    return blocks
+
+
 def _materialised(q: Tensor, k: Tensor, v: Tensor, *, causal: bool, scale: float | None) -> _Result:
-    num_q, num_heads, head_dim = q.shape[-3:]
+    *batch, num_q, num_heads, head_dim = q.shape
     num_kv, kv_heads, _ = k.shape[-3:]
     dtype = compute_dtype(q.dtype, k.dtype)
-    group = num_heads // kv_heads
     queries = q.to(dtype).transpose(-3, -2)  # (..., H, Sq, D)
-    keys = k.to(dtype).transpose(-3, -2).repeat_interleave(group, dim=-3)
-    values = v.to(dtype).transpose(-3, -2).repeat_interleave(group, dim=-3)
-
-    scores = queries @ keys.transpose(-1, -2)  # trip 1: (..., H, Sq, Sk), held to the end
-    scores *= head_dim**-0.5 if scale is None else scale
-    visible = torch.ones((num_q, num_kv), dtype=torch.bool, device=q.device)
-    if causal:
-        visible = visible_keys(range(num_q), range(num_kv), past=num_kv - num_q, device=q.device)
-        scores.masked_fill_(~visible, -torch.inf)
-    lse = torch.logsumexp(scores, dim=-1)
-    if num_kv:  # trip 2: softmax, in place so that one matrix is held
-        peak = scores.amax(dim=-1, keepdim=True).masked_fill_(~visible.any(-1, keepdim=True), 0)
-        scores.sub_(peak).exp_()
-        total = scores.sum(dim=-1, keepdim=True)
-        scores.div_(total.masked_fill_(total == 0, 1))
-    out = (scores @ values).transpose(-3, -2)  # trip 3
-    num_pairs = int(visible.sum()) * scores[..., 0, 0].numel() if scores.numel() else 0
-    return _Result(out.to(q.dtype), lse.transpose(-1, -2), num_pairs)
+    # Zeros up to the end of the last block: no row sees them.
+    keys, values = (
+        F.pad(x.to(dtype).transpose(-3, -2), (0, 0, 0, -num_kv % _BLOCK)).repeat_interleave(
+            num_heads // kv_heads, dim=-3
+        )
+        for x in (k, v)
+    )
+    blocks = _blocks(num_q, num_kv, causal=causal, device=q.device)
+    scores = queries.new_empty((*batch, num_heads, num_q, num_kv))  # held to the end
+    out = queries.new_zeros(queries.shape)
+    lse = queries.new_full(queries.shape[:-1], -torch.inf)
+    num_pairs = 0
+    for block in blocks:  # trip 1: Q K^T
+        padded = queries.new_zeros((*batch, num_heads, _BLOCK, head_dim))
+        padded[..., block.inside, :] = queries[..., block.rows, :]
+        product = padded @ keys[..., : block.visible.shape[1], :].transpose(-1, -2)
+        product *= head_dim**-0.5 if scale is None else scale
+        block.store(product, scores)
+        num_pairs += int(block.visible[block.inside].sum()) * padded[..., 0, 0].numel()
+    for block in blocks:  # trip 2: softmax, in place
+        weights = block.load(scores).masked_fill_(~block.visible, -torch.inf)
+        peak = weights.amax(dim=-1, keepdim=True)
+        total = weights.sub_(peak).exp_().sum(dim=-1, keepdim=True)
+        lse[..., block.rows] = (peak + total.log())[..., block.inside, 0]
+        block.store(weights.div_(total), scores)
+    for block in blocks:  # trip 3: times V
+        product = block.load(scores) @ values[..., : block.visible.shape[1], :]
+        out[..., block.rows, :] = product[..., block.inside, :]
+    return _Result(out.transpose(-3, -2).to(q.dtype), lse.transpose(-1, -2), num_pairs)
 
 
 def paged_reference(

@@ -1,0 +1,81 @@
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+from stairs.attention.choose import SHORT_ROWS, choose, score_bytes_held
+from stairs.errors import ConfigError
+
+
+@pytest.mark.parametrize(
+    ("asked", "chosen"),
+    [
+        ({}, "cpu"),
+        ({"max_q": 512}, "cpu"),
+        ({"backend": "cpu", "max_q": 1}, "cpu"),
+        ({"backend": "online"}, "online"),
+        ({"backend": "reference", "device": "cuda"}, "reference"),
+        ({"device": "cuda"}, "online"),
+    ],
+)
+def test_what_is_chosen(asked: dict[str, object], chosen: str) -> None:
+    choice = choose(**asked)  # type: ignore[arg-type]
+    assert choice.implementation == chosen
+    assert choice.reason
+
+
+@pytest.mark.parametrize(
+    ("asked", "message"),
+    [
+        ({"backend": "flash"}, "attention_backend 'flash' is unknown; one of auto, reference"),
+        ({"backend": "cpu", "device": "cuda"}, "attention_backend cpu does not run on cuda"),
+    ],
+)
+def test_what_is_refused(asked: dict[str, str], message: str) -> None:
+    with pytest.raises(ConfigError, match=message) as refused:
+        choose(**asked)  # type: ignore[arg-type]
+    assert refused.value.param == "attention_backend"
+
+
+def test_the_reason_names_the_path_of_the_longest_sequence() -> None:
+    assert "in place" in choose(max_q=SHORT_ROWS - 1).reason
+    assert "gathered" in choose(max_q=SHORT_ROWS).reason
+
+
+def test_materialised_attention_makes_three_trips_and_tiles_make_one() -> None:
+    assert choose(backend="reference").trips == ("QK^T", "softmax", "times V")
+    assert len(choose(backend="online").trips) == 1
+    assert len(choose().trips) == 1
+
+
+def test_scores_held() -> None:
+    whole = choose(backend="reference")
+    # One head of a 32,768-token prompt in bfloat16: 2 GiB.
+    assert score_bytes_held(whole, rows=32768, keys=32768, heads=1, itemsize=2) == 2 * 2**30
+    tiled = choose(backend="online")
+    assert score_bytes_held(tiled, rows=32768, keys=32768, heads=9, itemsize=4) == (
+        128 * 128 * 9 * 4
+    )
+    assert score_bytes_held(tiled, rows=1, keys=20, heads=9, itemsize=4) == 20 * 9 * 4
+
+
+@pytest.mark.parametrize("max_q", [1, 512])
+def test_scores_held_by_threads_do_not_grow_with_the_context(max_q: int) -> None:
+    choice = choose(max_q=max_q, group_size=3, num_threads=2)
+    held = [
+        score_bytes_held(choice, rows=max_q, keys=keys, heads=9, itemsize=4)
+        for keys in (1024, 65536)
+    ]
+    assert held[0] == held[1] < 1024 * 9 * 4 * max_q
+
+
+def test_choosing_loads_neither_torch_nor_numba() -> None:
+    code = (
+        "import sys; import stairs.attention.choose; "
+        "assert not {'torch', 'numba'} & set(sys.modules)"
+    )
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    subprocess.run([sys.executable, "-c", code], check=True, env=environment)
