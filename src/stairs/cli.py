@@ -256,6 +256,11 @@ def _load(model: str, clock: Clock, **options: Any) -> LLM:
         clock.part(name, seconds)
     llm.warm_up()
     clock.part("warm-up")
+    if clock.verbose:
+        from stairs.planner.cards import startup_table
+
+        card = startup_table(llm.engine.model_config, llm.engine.config, name=model)
+        card.print(sys.stderr, units="both")
     return llm
 
 

@@ -10,10 +10,13 @@ from typing import Any, get_args
 import pytest
 
 from stairs.accounting.table import Kind
+from stairs.config import EngineConfig, ModelConfig
+from stairs.engine.resolve import resolve
+from stairs.planner.cards import startup_table, tile_memory
 from stairs.planner.catalogue import SHORT_NAMES
 from stairs.planner.command import plan_as_json, plan_as_svg
 from stairs.planner.plan import Plan
-from stairs.planner.report import plan_tables, tile_memory
+from stairs.planner.report import plan_tables
 
 Plans = Callable[..., Plan]
 NAMES = sorted(set(SHORT_NAMES) - {"smollm2"})
@@ -114,10 +117,26 @@ def test_only_visible_options_make_rows(plan_for: Plans) -> None:
 
 def test_tiles_against_on_chip_memory(plan_for: Plans) -> None:
     assert tile_memory(128, 2, q_tile=128, k_tile=128, stages=2) == 160 * 1024
-    assert "d 128, b 2: fits" in text_of(plan_for("llama-3.1-8b")).replace("\n", " ").replace(
-        "  ", ""
-    ) or "does not fit" not in text_of(plan_for("llama-3.1-8b"))
-    assert "does not fit" in text_of(plan_for("llama-3.1-8b", gpu="4090", max_model_len=1024))
+
+    def tiles(gpu: str) -> list[str]:
+        plan = plan_for("llama-3.1-8b", gpu=gpu, max_model_len=1024)
+        rows = plan_tables(plan)[-1].rows
+        sources = [row[3] for row in rows if str(row[0]).startswith("tiles 128")]
+        return [str(source).rsplit(": ")[-1] for source in sources]
+
+    assert tiles("h200") == ["fits", "fits", "fits"]  # 227 KiB
+    assert tiles("4090") == ["does not fit", "fits", "fits"]  # 99 KiB
+
+
+def test_the_start_up_card_is_the_resolved_engines(model: Callable[[str], ModelConfig]) -> None:
+    config = model("smollm2")
+    engine = resolve(config, EngineConfig(max_model_len=2048), memory=2**32)
+    table = startup_table(config, engine, name="smollm2")
+    rows = {row[0]: row[1].value for row in table.rows}  # type: ignore[union-attr]
+    assert rows["K/V pool"] == (engine.cache.num_blocks or 0) * 16 * 46_080
+    assert rows["users that fit"] == (engine.cache.num_blocks or 0) // 128
+    assert rows["weights"] == 4 * 134_515_008
+    assert rows["smallest prefix that hits"] == 16
 
 
 def test_the_picture_is_svg_with_all_three_parts(plan_for: Plans) -> None:

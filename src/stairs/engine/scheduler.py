@@ -17,6 +17,7 @@ from collections import deque
 from dataclasses import dataclass
 from operator import attrgetter
 
+from stairs.accounting import costs
 from stairs.accounting.record import Phase
 from stairs.cache.blocks import BlockPool
 from stairs.cache.prefix import Entry, PrefixCache
@@ -252,7 +253,7 @@ class Scheduler:
     # -- blocks -----------------------------------------------------------------------------
 
     def _blocks_for(self, num_tokens: int) -> int:
-        return -(-num_tokens // self.config.cache.block_size)
+        return costs.blocks_for(num_tokens, self.config.cache.block_size)
 
     def _chunk_end(self, sequence: Sequence, num_chunks: int) -> int:
         """Where ``num_chunks`` more chunks end: a multiple of the chunk size, or the end."""

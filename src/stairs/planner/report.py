@@ -1,19 +1,20 @@
-"""A plan as tables: memory, phases, time, techniques, attention's traffic, the two memories."""
+"""A plan as tables, with the cards of ``cards`` first and last; and the same as JSON."""
 
 from __future__ import annotations
 
 from typing import Any
 
-from stairs.accounting import costs, traffic
-from stairs.accounting.hardware import Device, ridge
-from stairs.accounting.table import Cell, Column, Kind, Quantity, Table, card
+from stairs.accounting import traffic
+from stairs.accounting.hardware import ridge
+from stairs.accounting.table import Cell, Column, Kind, Quantity, Table
 from stairs.accounting.weights import parameter_count
+from stairs.planner.cards import memory_table, two_memories
 from stairs.planner.phases import Setting, phases, time_per_token, time_to_first_token
 from stairs.planner.plan import Plan
-from stairs.planner.targets import devices_needed, judge_targets
+from stairs.planner.targets import judge_targets
 from stairs.planner.techniques import Q_TILE, techniques
 
-__all__ = ["memory_table", "plan_json", "plan_tables", "tile_memory"]
+__all__ = ["plan_json", "plan_tables"]
 
 
 def plan_tables(plan: Plan) -> list[Table]:
@@ -24,7 +25,7 @@ def plan_tables(plan: Plan) -> list[Table]:
         *tables,
         _technique_table(plan.answer.setting),
         _attention_table(plan.answer.setting),
-        _two_memories(plan.answer.setting),
+        two_memories(plan.answer.setting),
     ]
 
 
@@ -56,74 +57,6 @@ def plan_json(plan: Plan) -> dict[str, Any]:
             for effect in techniques(setting)
         ],
     }
-
-
-def memory_table(plan: Plan) -> Table:
-    """What takes memory and how many users fit; an engine's start-up card prints the same."""
-    answer, setting = plan.answer, plan.answer.setting
-    memory, config = answer.memory, plan.config
-    rows = [
-        (setting.device.title, memory.total),
-        ("usable", memory.usable),
-        ("weights", memory.weights),
-        ("activations", memory.activations),
-        ("workspace", memory.workspace),
-        ("K/V pool", memory.pool),
-        *_kv_rows(setting),
-    ]
-    users = plan.options.users
-    if users is not None:
-        together = _bytes(users * setting.kv_bytes(setting.context), f"{users} sequences apart")
-        rows.append((f"K/V of {users} users", together))
-    apart = f"of {setting.context} tokens each, sharing nothing"
-    rows.append(("users that fit", Quantity(answer.users_apart, kind="estimate", source=apart)))
-    if setting.shared:
-        shared = costs.prefix_hit(setting.shared, setting.context, block_size=setting.block_size)
-        source = f"the system prompt's {shared} tokens in whole blocks stored once"
-        rows.append(("users that share it", Quantity(answer.users, kind="estimate", source=source)))
-    hit = Quantity(setting.block_size, source="tokens: one block; only whole blocks are shared")
-    rows.append(("smallest prefix that hits", hit))
-    title = f"{plan.name}, {parameter_count(config):,} parameters ({plan.origin})"
-    title += f"\nMemory, {setting.dtype} on {setting.device.name}"
-    return card(title, rows, _fit_notes(plan))
-
-
-def _bytes(value: int, source: str) -> Quantity:
-    return Quantity(value, "B", "stored bytes", "exact", source)
-
-
-def _kv_rows(setting: Setting) -> list[tuple[str, Quantity]]:
-    config, size = setting.config, setting.kv_itemsize
-    fixed, growing = costs.kv_fixed_and_growing(config, size)
-    layer = costs.kv_values_per_token(config)
-    if config.mla is not None:
-        formula = f"{config.num_layers} layers x {layer} latent and rope values x {size} B"
-    else:
-        formula = (
-            f"2 x {config.num_layers} layers x {config.num_kv_heads} kv heads x "
-            f"{config.head_dim} x {size} B"
-        )
-    rows = [("K/V of a token", _bytes(costs.kv_bytes_per_token(config, size), formula))]
-    if fixed:
-        window = f"once past the window of {config.sliding_window}"
-        rows = [
-            ("K/V fixed, a request", _bytes(fixed, f"windowed layers, {window}")),
-            ("K/V growing, a token", _bytes(growing, "layers that see everything")),
-        ]
-    waste = costs.kv_waste_bytes(config, setting.context, size, block_size=setting.block_size)
-    sequence = f"{setting.context} tokens in blocks of {setting.block_size}, {waste} B of it empty"
-    return [*rows, ("K/V of a sequence", _bytes(setting.kv_bytes(setting.context), sequence))]
-
-
-def _fit_notes(plan: Plan) -> list[str]:
-    answer, device = plan.answer, plan.answer.setting.device
-    if answer.users >= 1:
-        return []
-    if device.is_cpu:
-        return ["It does not fit: not one user's K/V is left in the pool."]
-    needed = devices_needed(plan.config, plan.options)
-    advice = f"it takes {needed} of them" if needed else "nor on 64 of them"
-    return [f"It does not fit: not one user fits on this card; {advice}, split evenly."]
 
 
 def _phase_table(plan: Plan) -> Table:
@@ -291,40 +224,3 @@ def _attention_table(setting: Setting) -> Table:
         "rows: caches serve the rest. Grouped heads do not shrink the tiles' re-reads."
     ]
     return Table(f"Attention's traffic, prefill of {n}", columns, rows, notes)
-
-
-def tile_memory(head_dim: int, itemsize: int, *, q_tile: int, k_tile: int, stages: int) -> int:
-    """On-chip bytes of one tile set: Q once, K and V in each pipeline stage."""
-    return (q_tile + 2 * stages * k_tile) * head_dim * itemsize
-
-
-def _two_memories(setting: Setting) -> Table:
-    device: Device = setting.device
-    bandwidth, chip = device.reachable_bandwidth(), device.on_chip_bandwidth
-    width, size = setting.config.head_dim, setting.itemsize
-    rows = [
-        ("memory size", plan_memory_size(device)),
-        ("memory bandwidth", device.bandwidth.quantity("B/s", "moved bytes")),
-        ("memory bandwidth, reachable", bandwidth.quantity("B/s", "moved bytes")),
-        ("last cache", device.cache.quantity("B", "stored bytes")),
-        ("on-chip size", device.on_chip.quantity("B", "stored bytes")),
-        ("on-chip bandwidth", chip.quantity("B/s", "moved bytes")),
-        (
-            "on-chip over memory",
-            Quantity(chip.value / bandwidth.value, "", "count", "estimate", "bandwidths"),
-        ),
-        ("tiles may take", device.tile_memory.quantity("B", "stored bytes")),
-    ]
-    for k_tile, stages in ((128, 2), (128, 1), (64, 1)):
-        needed = tile_memory(width, size, q_tile=Q_TILE, k_tile=k_tile, stages=stages)
-        fits = "fits" if needed <= device.tile_memory.value else "does not fit"
-        name = f"tiles {Q_TILE} x {k_tile}, {stages} stage{'s' if stages > 1 else ''}"
-        source = f"(Br + 2·stages·Bc)·d·b at d {width}, b {size}: {fits}"
-        rows.append((name, Quantity(needed, "B", "stored bytes", "exact", source)))
-    return card(f"The two memories of {device.title}", rows)
-
-
-def plan_memory_size(device: Device) -> Quantity:
-    if device.memory is None:
-        return Quantity(None, "B", "stored bytes", "measured", "this machine's, see Memory")
-    return device.memory.quantity("B", "stored bytes")
