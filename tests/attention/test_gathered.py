@@ -1,0 +1,45 @@
+"""Long rows: one vector is the whole mask."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from attention.ragged import make_ragged
+from stairs.attention.attend import attend
+from stairs.attention.choose import ROW_GROUP
+
+
+class _LargestStorage(TorchDispatchMode):
+    """Bytes of the largest memory behind any tensor that an operation made."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.nbytes = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+        made = function(*args, **(kwargs or {}))
+        if isinstance(made, Tensor):
+            self.nbytes = max(self.nbytes, made.untyped_storage().nbytes())
+        return made
+
+
+def test_no_mask_of_queries_by_keys_is_made() -> None:
+    batch = make_ragged([(ROW_GROUP, 5000)], num_heads=1, kv_heads=1, head_dim=8)
+    with _LargestStorage() as largest:
+        attend(batch.q, batch.k, batch.v, batch.layer_kv, batch.meta, backend="cpu")
+    pool = batch.layer_kv.k.nbytes
+    assert largest.nbytes <= pool < ROW_GROUP * 5000  # a bool for every pair
+
+
+@pytest.mark.parametrize("num_q", [ROW_GROUP - 1, ROW_GROUP, ROW_GROUP + 1, 3 * ROW_GROUP + 5])
+@pytest.mark.parametrize("past", [0, 1, 70])
+def test_groups_of_rows_meet(num_q: int, past: int) -> None:
+    batch = make_ragged(
+        [(num_q, num_q + past)], num_heads=2, kv_heads=1, head_dim=16, dtype=torch.float64
+    )
+    out = attend(batch.q, batch.k, batch.v, batch.layer_kv, batch.meta, backend="cpu")
+    torch.testing.assert_close(out, batch.expected())
+    assert batch.meta.counts[0, 0] == 2 * sum(range(past + 1, past + num_q + 1))
