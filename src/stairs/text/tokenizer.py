@@ -19,11 +19,13 @@ from tokenizers import AddedToken
 
 from stairs.errors import CheckpointError, InvalidRequestError
 from stairs.text.chat import ChatTemplate, plain_data, plain_messages
+from stairs.text.json_file import read_object
 from stairs.text.vocabulary import backend_from_gguf
 
 __all__ = ["Tokenizer"]
 
 _TOKEN_NAMES = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token")
+_MAX_CONFIG = 4 * 2**20  # bytes; some list every added token
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-F]{2})>")
 
 
@@ -80,7 +82,8 @@ class Tokenizer:
             raise CheckpointError(f"tokenizer.json cannot be read: {reason}") from None
         backend.no_padding()
         backend.no_truncation()
-        config = _read_object(folder / "tokenizer_config.json")
+        config_file = folder / "tokenizer_config.json"
+        config = read_object(config_file, max_bytes=_MAX_CONFIG) if config_file.is_file() else {}
         named = {name: _content(config.get(name)) for name in _TOKEN_NAMES}
         named_tokens = {name: token for name, token in named.items() if token is not None}
         bos = backend.token_to_id(named_tokens.get("bos_token", ""))
@@ -321,15 +324,3 @@ def _default_template(value: object) -> str | None:
         named = [one for one in value if isinstance(one, Mapping) and one.get("name") == "default"]
         value = named[0].get("template") if named else None
     return value if isinstance(value, str) else None
-
-
-def _read_object(path: Path) -> dict[str, Any]:
-    if not path.is_file():
-        return {}
-    try:
-        value = json.loads(path.read_text("utf-8"))
-    except (ValueError, RecursionError) as error:
-        raise CheckpointError(f"{path.name} is not JSON: {error}") from None
-    if not isinstance(value, dict):
-        raise CheckpointError(f"{path.name} must hold an object")
-    return value
