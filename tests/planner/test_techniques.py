@@ -99,6 +99,23 @@ def test_latent_attention_stores_less_and_computes_more(plan_for: Plans) -> None
     assert round(found["FLOPs"].factor or 0, 1) == 3.4
 
 
+def test_a_latent_is_absorbed_to_decode_and_expanded_to_prefill(plan_for: Plans) -> None:
+    setting = plan_for("deepseek-v3", max_model_len=8192).answer.setting
+    decode, prefill = [
+        effect
+        for effect in techniques(setting)
+        if effect.technique == "MLA expanded to absorbed" and effect.before.axis == "FLOPs"
+    ]
+    assert (decode.factor or 1) < 1 / 50
+    assert 2 < (prefill.factor or 0) < 3.4
+    macs = {
+        form: costs.flops(costs.step_macs(setting.config, [(8192, 8192)], logits_rows=1, form=form))
+        for form in ("absorbed", "expanded")
+    }
+    assert setting.step([(8192, 8192)], logits_rows=1).flop == min(macs.values())
+    assert min(macs, key=macs.__getitem__) == "expanded"
+
+
 def test_a_shared_prefix_saves_the_prompts_rows_and_all_but_one_copy(plan_for: Plans) -> None:
     plan = plan_for("llama-3.1-8b", max_model_len=8192, users=10, system_prompt_tokens=6000)
     found = effects(plan, "shared prefix of 6000")

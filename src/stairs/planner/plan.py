@@ -71,7 +71,7 @@ def evaluate(config: ModelConfig, options: PlanOptions, *, devices: int = 1) -> 
     dtype = _dtype(config, options, device)
     kv_dtype = dtype if options.kv_cache_dtype == "auto" else options.kv_cache_dtype
     asked = options.users or int(options.targets.get("users", 0))
-    rows = asked or EngineConfig().max_num_seqs
+    rows = max(asked, EngineConfig().max_num_seqs)
     setting = Setting(
         config=config,
         device=device,

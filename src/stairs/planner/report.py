@@ -92,6 +92,8 @@ def _phase_table(plan: Plan) -> Table:
         "MAC: one multiply-add, 2 FLOP. Only visible pairs count (causal). Stored: K/V and "
         "activations, and when training weights, gradients and Adam's state."
     ]
+    if setting.config.mla is not None:
+        notes.append("Latent attention is absorbed or expanded, whichever takes fewer FLOP.")
     return Table(f"Phases at {setting.context} tokens", columns, rows, notes)
 
 

@@ -38,8 +38,15 @@ class Effect:
 
 def techniques(setting: Setting) -> list[Effect]:
     parts: tuple[Callable[[Setting], list[Effect]], ...] = (
-        _kv_cache, _chunked_prefill, _flash_attention, _grouped_heads, _prefix, _paging, _eight_bit,
-    )  # fmt: skip
+        _kv_cache,
+        _chunked_prefill,
+        _flash_attention,
+        _grouped_heads,
+        _absorbed,
+        _prefix,
+        _paging,
+        _eight_bit,
+    )
     return [effect for part in parts for effect in part(setting)]
 
 
@@ -146,6 +153,24 @@ def _grouped_heads(s: Setting) -> list[Effect]:
             2 * pairs * (rank + rope + rank),
         ),
     ]
+
+
+def _absorbed(s: Setting) -> list[Effect]:
+    """The two ways to attend over a latent: rebuild K and V, or fold that into q and the output."""
+    c = s.config
+    if c.mla is None:
+        return []
+    name = "MLA expanded to absorbed"
+
+    def flop(new: int, form: costs.LatentForm) -> int:
+        return costs.flops(costs.attention_macs(c, new, s.context, form=form))
+
+    wide = c.num_heads * (c.head_dim + c.mla.v_head_dim)
+    effects = [
+        _effect(name, "FLOPs", what, flop(new, "expanded"), flop(new, "absorbed"))
+        for what, new in (("attention of a decode", 1), ("attention of a prefill", s.context))
+    ]
+    return effects + _stored_and_read(s, name, wide, costs.kv_values_per_token(c))
 
 
 def _stored_and_read(s: Setting, name: str, before: int, after: int) -> list[Effect]:

@@ -37,6 +37,7 @@ KV_DTYPE_BYTES: Mapping[str, int] = {
 }  # fmt: skip
 Side = Literal["compute", "memory"]
 _ATTENTION = ("qk", "pv")
+_FORMS: tuple[costs.LatentForm, ...] = ("absorbed", "expanded")
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,8 +79,12 @@ def step_cost(
     kv_dtype: str,
     score_kernels: tuple[traffic.ScoreKernel, ...] = (),
 ) -> StepCost:
-    """The groups of one step: attention (scores, K/V), head (logits), linear (all the rest)."""
-    macs = costs.step_macs(config, work, logits_rows=logits_rows)
+    """The groups of one step: attention (scores, K/V), head (logits), linear (all the rest).
+
+    Latent attention takes the form with fewer FLOP: absorbed to decode, expanded for long rows.
+    """
+    forms = [costs.step_macs(config, work, logits_rows=logits_rows, form=form) for form in _FORMS]
+    macs = min(forms, key=costs.flops)
     moved = traffic.step_moved_bytes(
         config,
         work,
