@@ -47,7 +47,7 @@ def check_names(found: Collection[str], expected: Collection[str], where: str) -
 
 # llama.cpp turns pairs of neighbours in these architectures, so its converter interleaves the rows
 # of q and k; in the others it turns halves, as transformers does.
-_ROTATED = frozenset({"llama", "mistral", "smollm3"})
+_ROTATED = frozenset({"llama", "smollm3"})  # a Mistral GGUF says llama
 
 
 def _llama_specs(c: ModelConfig) -> list[TensorSpec]:
