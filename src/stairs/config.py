@@ -29,7 +29,7 @@ DTYPE_BYTES: Mapping[str, int] = {"float64": 8, "float32": 4, "bfloat16": 2, "fl
 MAX_CHOICES = 128
 MAX_LOGPROBS = 20
 
-AttentionBackend = Literal["auto", "reference", "online", "cpu"]
+AttentionBackend = Literal["auto", "reference", "online", "cpu", "triton"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -185,6 +185,8 @@ class EngineConfig:
     prefill_chunk_size: int = 128
     max_num_batched_tokens: int = 512  # prompt tokens a step: chunks_per_step x prefill_chunk_size
     dtype: str = "auto"
+    # Bytes that a dense copy of the weights may take; beyond, they stay packed as in the file.
+    dense_weights_memory_bytes: int | None = None
     attention_backend: AttentionBackend = "auto"
     seed: int | None = None  # of requests without their own; None: another at every start
     cache: CacheConfig = field(default_factory=CacheConfig)

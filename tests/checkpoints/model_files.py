@@ -67,6 +67,29 @@ def as_llama_cpp(
     return found
 
 
+def metadata_of(config: ModelConfig) -> dict[str, object]:
+    """What llama.cpp's converter writes."""
+    arch, gpt2 = config.model_type, config.model_type == "gpt2"
+    keys: dict[str, object] = {
+        "context_length": config.max_position_embeddings,
+        "embedding_length": config.hidden_size,
+        "block_count": config.num_layers,
+        "feed_forward_length": config.intermediate_size,
+        "attention.head_count": config.num_heads,
+    }
+    if gpt2:
+        keys["attention.layer_norm_epsilon"] = 1e-5
+    else:
+        keys |= {
+            "attention.head_count_kv": config.num_kv_heads,
+            "attention.key_length": config.head_dim,
+            "attention.value_length": config.head_dim,
+            "attention.layer_norm_rms_epsilon": 1e-6,
+            "rope.freq_base": 10000.0,
+        }
+    return {f"{arch}.{key}": value for key, value in keys.items()}
+
+
 def write_gguf(
     path: Path,
     tensors: Mapping[str, np.ndarray],

@@ -15,7 +15,7 @@ import gguf
 import numpy as np
 import torch
 
-__all__ = ["QUANTISED", "dequantize"]
+__all__ = ["QUANTISED", "SMALL", "dequantize"]
 
 # Types that hold blocks, as the package can read them; the rest are plain numbers.
 QUANTISED = frozenset(
@@ -23,6 +23,7 @@ QUANTISED = frozenset(
     for kind, (block, _) in gguf.GGML_QUANT_SIZES.items()
     if block > 1 and kind in gguf.quants._type_traits
 )
+SMALL = QUANTISED | {"F16", "BF16"}  # fewer bytes than float32
 _PLAIN: Mapping[str, torch.dtype] = {
     "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16,
 }  # fmt: skip

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from stairs.checkpoints.dequantize import QUANTISED, dequantize
+from stairs.checkpoints.dequantize import QUANTISED, SMALL, dequantize
 from stairs.checkpoints.gguf import GGUF, GGUFTensor
 from stairs.checkpoints.layout import TensorSpec, check_names, tensor_specs
 from stairs.checkpoints.tensors import PackedRows
@@ -57,9 +57,10 @@ class GGUFTensors:
 
     def packed(self, name: str) -> PackedRows | None:
         spec, tensor = self._specs[name], self._tensors[self._specs[name].gguf_name]
-        if tensor.type not in QUANTISED or len(tensor.shape) != 2:
+        if tensor.type not in SMALL or len(tensor.shape) != 2:
             return None
-        return PackedRows(_rows(tensor, spec), tensor.type, (tensor.shape[0], tensor.shape[1]))
+        shape = tensor.shape[0], tensor.shape[1]
+        return PackedRows(_bytes(tensor), tensor.type, shape, spec.rotated_heads)
 
 
 def _rows(tensor: GGUFTensor, spec: TensorSpec) -> torch.Tensor:
@@ -68,9 +69,13 @@ def _rows(tensor: GGUFTensor, spec: TensorSpec) -> torch.Tensor:
     The converter wrote row 2i + j of a head from its row i + j * (half a head), so that rope turns
     neighbours; gathering the packed rows undoes it for every type alike.
     """
-    data = torch.frombuffer(tensor.data, dtype=torch.uint8)
+    rows = _bytes(tensor)
     if not spec.rotated_heads:
-        return data.view(tensor.shape[0], -1)
+        return rows
     half = tensor.shape[0] // spec.rotated_heads // 2
-    grouped = data.view(spec.rotated_heads, half, 2, -1)
+    grouped = rows.view(spec.rotated_heads, half, 2, -1)
     return grouped.transpose(1, 2).reshape(tensor.shape[0], -1)
+
+
+def _bytes(tensor: GGUFTensor) -> torch.Tensor:
+    return torch.frombuffer(tensor.data, dtype=torch.uint8).view(tensor.shape[0], -1)

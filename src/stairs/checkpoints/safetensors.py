@@ -76,7 +76,12 @@ class SafetensorsFolder:
         return loaded.clone() if loaded.data_ptr() % loaded.element_size() else loaded
 
     def packed(self, name: str) -> PackedRows | None:
-        return None
+        kind, spec = self._view(name).get_dtype(), self._specs[name]
+        if kind not in ("F16", "BF16") or len(spec.shape) != 2 or spec.transposed:
+            return None
+        file, stored = self._where[name]
+        rows: torch.Tensor = file.get_tensor(stored).view(torch.uint8)
+        return PackedRows(rows, kind, (spec.shape[0], spec.shape[1]))
 
     def _view(self, name: str) -> Any:
         file, stored = self._where[name]

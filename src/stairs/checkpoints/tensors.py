@@ -16,12 +16,17 @@ __all__ = ["PackedRows", "TensorSource"]
 
 @dataclass(frozen=True, slots=True)
 class PackedRows:
-    """A quantised matrix (out, in): ``rows`` is (out, bytes of a row), ``type`` names the blocks
-    in the gguf package's words (Q4_1: 32 values in 20 bytes)."""
+    """A matrix (out, in) as it lies in the file: ``rows`` is (out, bytes of a row), ``type`` names
+    what they hold in the gguf package's words (Q4_1: blocks of 32 values in 20 bytes; BF16).
 
-    rows: torch.Tensor  # uint8
+    ``rotated_heads``: row 2i + j of each of that many heads is row i + j * (half a head) of the
+    model, as llama.cpp stores q and k for its own rope; 0: rows are in order.
+    """
+
+    rows: torch.Tensor  # uint8, a view of the mapped file
     type: str
     shape: tuple[int, int]
+    rotated_heads: int = 0
 
 
 class TensorSource(Protocol):
@@ -36,5 +41,6 @@ class TensorSource(Protocol):
         ...
 
     def packed(self, name: str) -> PackedRows | None:
-        """The quantised rows of a linear weight, (out, in) in every family; None where dense."""
+        """The rows of a matrix that the file has in less than 32 bits, (out, in) in every family;
+        None where it has them in 32 or more, or the other way round."""
         ...

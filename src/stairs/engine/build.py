@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import torch
 
+from stairs.accounting.weights import stored_weight_bytes
 from stairs.cache.paged_kv import PagedKV
 from stairs.checkpoints.tensors import TensorSource
-from stairs.config import EngineConfig, ModelConfig
+from stairs.config import DTYPE_BYTES, EngineConfig, ModelConfig
 from stairs.engine.core import Engine
 from stairs.engine.resolve import resolve
 from stairs.models.registry import build_model
@@ -20,12 +21,15 @@ def build_engine(
     """Load the weights and allocate the pool. Raises ConfigError before either if it cannot fit."""
     config = resolve(model_config, config or EngineConfig())
     device = torch.device("cpu")
+    dense_budget = config.dense_weights_memory_bytes
+    assert dense_budget is not None
     model = build_model(
         model_config,
         tensors,
         dtype=getattr(torch, config.dtype),
         device=device,
         attention_backend=config.attention_backend,
+        packed=stored_weight_bytes(model_config, DTYPE_BYTES[config.dtype]) > dense_budget,
     )
     assert config.cache.num_blocks is not None
     kv = PagedKV(

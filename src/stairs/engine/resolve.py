@@ -15,6 +15,8 @@ from stairs.errors import ConfigError
 
 __all__ = ["CPU_POOL_FRACTION", "available_memory", "cpu_pool_budget", "resolve"]
 
+# Share of the memory that is free at start which a dense copy of the weights may take on a CPU.
+CPU_WEIGHTS_FRACTION = 0.5
 # Share of the memory that is free at start which the K/V pool takes on a CPU by default.
 CPU_POOL_FRACTION = 0.25
 
@@ -35,12 +37,13 @@ def resolve(
     cache = config.cache
     kv_dtype = dtype if cache.dtype == "auto" else cache.dtype
     block_bytes = cache.block_size * costs.kv_bytes_per_token(model_config, DTYPE_BYTES[kv_dtype])
+    free = available_memory() if memory is None else memory
     num_blocks = cache.num_blocks
     if num_blocks is None:
         most = config.max_num_seqs * costs.blocks_for(max_model_len, cache.block_size)
         budget = cache.memory_bytes
         if budget is None:
-            budget = cpu_pool_budget(available_memory() if memory is None else memory)
+            budget = cpu_pool_budget(free)
             num_blocks = min(budget // block_bytes, most)
         else:
             num_blocks = budget // block_bytes
@@ -50,9 +53,13 @@ def resolve(
                 f"takes {block_bytes} bytes",
                 param="kv_cache_memory_bytes",
             )
+    dense_budget = config.dense_weights_memory_bytes
+    if dense_budget is None:
+        dense_budget = int(free * CPU_WEIGHTS_FRACTION)
     return replace(
         config,
         max_model_len=max_model_len,
+        dense_weights_memory_bytes=dense_budget,
         dtype=dtype,
         cache=replace(cache, dtype=kv_dtype, num_blocks=num_blocks),
     )

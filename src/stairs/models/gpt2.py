@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import torch.nn.functional as F
 from torch import Tensor
 
 from stairs.attention.attend import attend
@@ -35,19 +34,18 @@ class GPT2:
         self.config = config
         self.attention_backend = attention_backend
         c = config
-        self.embedding = weights.tensor("wte.weight")
-        self.positions = weights.tensor("wpe.weight")
+        self.embedding = weights.embedding("wte")
+        self.positions = weights.embedding("wpe")
         self.layers = [_layer(config, weights, f"h.{i}") for i in range(c.num_layers)]
         self.norm = _norm(config, weights, "ln_f")
-        tied = c.tie_word_embeddings
-        self.head = Linear(self.embedding) if tied else weights.linear("lm_head", bias=False)
+        self.head = weights.head(self.embedding, tied=c.tie_word_embeddings)
 
     def forward(
         self, ids: Tensor, positions: Tensor, kv: Sequence[LayerKV], meta: AttnMeta
     ) -> Tensor:
         """ids, positions (T,) -> hidden states (T, C) after the last norm; K/V are written."""
         c = self.config
-        x = F.embedding(ids, self.embedding) + F.embedding(positions, self.positions)
+        x = self.embedding(ids) + self.positions(positions)
         for layer, layer_kv in zip(self.layers, kv, strict=True):
             heads = layer.qkv(layer.attention_norm(x)).view(len(x), 3, c.num_heads, c.head_dim)
             q, k, v = heads.unbind(dim=1)
@@ -67,8 +65,7 @@ def _norm(config: ModelConfig, weights: Weights, name: str) -> LayerNorm:
 
 
 def _linear(weights: Weights, name: str) -> Linear:
-    weight = weights.tensor(f"{name}.weight").t().contiguous()
-    return Linear(weight, weights.tensor(f"{name}.bias"))
+    return weights.linear(name, bias=True, transposed=True)
 
 
 def _layer(c: ModelConfig, weights: Weights, prefix: str) -> Layer:

@@ -12,16 +12,35 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-__all__ = ["ACTIVATIONS", "LayerNorm", "Linear", "RMSNorm", "Rotary", "apply_rotary"]
+__all__ = [
+    "ACTIVATIONS",
+    "DenseLinear",
+    "Embedding",
+    "LayerNorm",
+    "Linear",
+    "RMSNorm",
+    "Rotary",
+    "apply_rotary",
+]
+
+Linear = Callable[[Tensor], Tensor]  # (T, in) -> (T, out)
 
 
 @dataclass(frozen=True, slots=True)
-class Linear:
+class DenseLinear:
     weight: Tensor  # (out, in)
     bias: Tensor | None = None
 
     def __call__(self, x: Tensor) -> Tensor:
         return F.linear(x, self.weight, self.bias)
+
+
+@dataclass(frozen=True, slots=True)
+class Embedding:
+    weight: Tensor  # (V, C)
+
+    def __call__(self, ids: Tensor) -> Tensor:
+        return F.embedding(ids, self.weight)
 
 
 @dataclass(frozen=True, slots=True)

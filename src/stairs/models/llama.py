@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import torch.nn.functional as F
 from torch import Tensor
 
 from stairs.attention.attend import attend
@@ -40,7 +39,7 @@ class Llama:
         self.attention_backend = attention_backend
         c = config
         assert c.rope_theta is not None
-        self.embedding = weights.tensor("model.embed_tokens.weight")
+        self.embedding = weights.embedding("model.embed_tokens")
         self.layers = [_layer(config, weights, i) for i in range(c.num_layers)]
         self.norm = RMSNorm(weights.tensor("model.norm.weight"), c.norm_eps)
         self.rotary = Rotary(
@@ -51,14 +50,13 @@ class Llama:
             dtype=weights.dtype,
             device=weights.device,
         )
-        tied = c.tie_word_embeddings
-        self.head = Linear(self.embedding) if tied else weights.linear("lm_head", bias=False)
+        self.head = weights.head(self.embedding, tied=c.tie_word_embeddings)
 
     def forward(
         self, ids: Tensor, positions: Tensor, kv: Sequence[LayerKV], meta: AttnMeta
     ) -> Tensor:
         """ids, positions (T,) -> hidden states (T, C) after the last norm; K/V are written."""
-        x = F.embedding(ids, self.embedding)
+        x = self.embedding(ids)
         cos, sin = self.rotary(positions)
         for layer, layer_kv in zip(self.layers, kv, strict=True):
             x = x + self._attention(layer, layer.input_norm(x), cos, sin, layer_kv, meta)

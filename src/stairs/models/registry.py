@@ -44,8 +44,9 @@ def build_model(
     dtype: torch.dtype,
     device: torch.device,
     attention_backend: str = "auto",
+    packed: bool = False,
 ) -> Model:
-    """Load all weights of ``source`` in ``dtype`` onto ``device``.
+    """Load all weights of ``source`` in ``dtype`` onto ``device``; ``packed`` as in ``Weights``.
 
     Raises ConfigError for a model_type without a row. ``source`` has checked its tensors' names
     and shapes when it was made.
@@ -55,5 +56,5 @@ def build_model(
             f"model_type {config.model_type!r} cannot be run; one of {', '.join(MODELS)}",
             param="model_type",
         )
-    weights = Weights(source, dtype=dtype, device=device)
+    weights = Weights(source, dtype=dtype, device=device, packed=packed)
     return MODELS[config.model_type](config, weights, attention_backend=attention_backend)
