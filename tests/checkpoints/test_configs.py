@@ -204,6 +204,10 @@ def test_a_missing_key_is_named(name: str):
     ("rope_scaling.rope_type", {"rope_type": "dynamic", "factor": 2.0}),
     ("rope_scaling.factor", {"rope_type": "llama3"}),
     ("rope_scaling.surprise", {"rope_type": "linear", "factor": 2.0, "surprise": 1}),
+    ("hidden_size", 577),
+    ("rope_scaling.high_freq_factor", LLAMA3_SCALING | {"high_freq_factor": 0.5}),
+    ("rope_scaling.factor", LLAMA3_SCALING | {"factor": 0.5}),
+    ("rope_scaling.rope_theta", {"rope_type": "yarn", "factor": 4.0, "beta_fast": 0.0}),
     ("tie_word_embeddings", "yes"),
     ("eos_token_id", 49152),
     ("eos_token_id", [2, "x"]),
@@ -216,6 +220,28 @@ def test_a_missing_key_is_named(name: str):
 def test_a_wrong_or_unknown_key_is_named(name: str, value: Any):
     with pytest.raises(ConfigError, match=name.partition(".")[2] or name):
         read_config(with_keys(**{name.partition(".")[0]: value}))
+
+
+def test_a_frequency_may_be_missing_only_where_the_family_has_one():
+    raw = {key: value for key, value in SMOLLM2.items() if key != "rope_theta"}
+    assert read_config(raw).rope_theta == 10000.0
+
+
+@pytest.mark.parametrize(("name", "value"), [
+    ("n_head", 7), ("activation_function", "relu"), ("scale_attn_by_inverse_layer_idx", True),
+    ("add_cross_attention", True), ("n_embd", None),
+])  # fmt: skip
+def test_a_wrong_gpt2_is_named(name: str, value: Any):
+    with pytest.raises(ConfigError, match=name):
+        read_config(GPT2Config().to_dict() | {name: value})
+
+
+def test_layers_without_rope_must_be_marked_one_by_one():
+    raw = SmolLM3Config(num_hidden_layers=4).to_dict()
+    assert read_config(raw | {"no_rope_layers": [0, 1, 1, 0]}).no_rope_layers == (0, 3)
+    for marks in ([1], [2, 1, 1, 1], "1111", [[], 1, 1, 1]):
+        with pytest.raises(ConfigError, match="no_rope_layers"):
+            read_config(raw | {"no_rope_layers": marks})
 
 
 def test_qwen2_config_needs_its_theta():
