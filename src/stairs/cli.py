@@ -23,6 +23,7 @@ import typer
 import stairs
 from stairs.config import SamplingParams
 from stairs.errors import InvalidRequestError, StairsError
+from stairs.server.command import serve
 
 if TYPE_CHECKING:
     from stairs.llm import LLM
@@ -215,6 +216,34 @@ def plan(
         print(command.plan_as_json(planned) if json else command.plan_as_svg(planned), end="")
     else:
         command.print_plan(planned, sys.stdout)
+
+
+app.command()(serve)
+
+
+@app.command()
+def verify(
+    model: Model = "smollm2",
+    dtype: Dtype = "auto",
+    kv_cache_dtype: KVDtype = "auto",
+    json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> None:
+    """Run a few requests on MODEL and hold what was planned against what was counted."""
+    from stairs.llm import LLM
+    from stairs.planner.verify import standard_rounds
+    from stairs.planner.verify import verify as verify_engine
+
+    llm = LLM(model, dtype=dtype, kv_cache_dtype=kv_cache_dtype)
+    rounds, pinned = standard_rounds(llm.engine.model_config.vocab_size, llm.engine.max_model_len)
+    verdict = verify_engine(llm.engine, rounds, pinned=pinned)
+    if json:
+        from stairs.accounting.table import dumps
+
+        print(dumps([verdict.table()]))
+    else:
+        verdict.table().print(sys.stdout)
+    if not verdict.holds:
+        raise typer.Exit(1)
 
 
 # -- what the commands share --------------------------------------------------------------------

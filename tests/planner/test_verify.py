@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import random
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -17,7 +18,7 @@ from stairs.engine.build import build_engine
 from stairs.engine.core import Engine
 from stairs.planner.catalogue import CATALOGUE
 from stairs.planner.replay import Request, replay
-from stairs.planner.verify import predict, verify
+from stairs.planner.verify import predict, standard_rounds, verify
 
 SMALL = {
     "hidden_size": 48,
@@ -178,3 +179,22 @@ def test_an_engine_that_has_served_is_refused() -> None:
     verify(engine, work.rounds)
     with pytest.raises(AssertionError, match="served before"):
         verify(engine, work.rounds)
+
+
+@pytest.mark.parametrize("context", [16, 64, 4096])
+def test_the_standard_rounds_fit_any_context_and_hold(context: int) -> None:
+    rounds, pinned = standard_rounds(101, context)
+    for request in [r for requests in rounds for r in requests]:
+        assert 1 <= len(request.prompt) < len(request.prompt) + request.answer <= context
+        assert request.answer >= 1
+        assert 0 <= min(request.prompt) <= max(request.prompt) < 101
+    if context > 512:
+        work = Workload(tuple(map(tuple, rounds)), pinned=tuple(pinned))
+        model = MODELS["llama, MQA"]
+        engine = engine_for(
+            dataclasses.replace(model, max_position_embeddings=context, rope_factors=()), work
+        )
+        verdict = verify(engine, work.rounds, pinned=work.pinned)
+        assert verdict.holds
+        reused = next(line for line in verdict.lines if line.name == "K/V rows reused")
+        assert reused.counted == 592 + 8 * 96  # the prompt again, and the pinned blocks

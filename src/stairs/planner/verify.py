@@ -7,6 +7,7 @@ everything but time, where the fitted model shows its error on steps it did not 
 
 from __future__ import annotations
 
+import random
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -23,7 +24,7 @@ from stairs.planner.replay import Request, Step, replay
 if TYPE_CHECKING:
     from stairs.engine.core import Engine
 
-__all__ = ["Line", "Verdict", "predict", "verify"]
+__all__ = ["Line", "Verdict", "predict", "standard_rounds", "verify"]
 
 _LEAST_STEPS = 16  # fewer cannot tell six coefficients and an error
 
@@ -88,6 +89,23 @@ def verify(
         for name, value in expected.items()
     )
     return Verdict(lines, tuple(_time_notes(engine)))
+
+
+def standard_rounds(vocab_size: int, context: int) -> tuple[list[list[Request]], list[int]]:
+    """What ``stairs verify`` runs, and the prefix it pins first: a prompt of several chunks, the
+    same again, then eight of different lengths that share the prefix. Random ids, seeded."""
+    source = random.Random(0)
+
+    def tokens(length: int) -> list[int]:
+        return source.choices(range(vocab_size), k=max(1, min(length, context // 2)))
+
+    pinned = tokens(100)
+    long = Request(tokens(600), min(4, context // 4))
+    shared = [
+        Request([*pinned, *tokens(20 + 10 * i)][: context // 2], min(2 + i, context // 4))
+        for i in range(8)
+    ]
+    return [[long], [long], shared], pinned
 
 
 _TYPES: dict[str, tuple[Unit, Axis]] = {
