@@ -11,7 +11,7 @@ from __future__ import annotations
 import time
 from collections.abc import Generator, Mapping, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 from stairs.accounting.record import Phase, Totals
 from stairs.cache.prefix import Pin
@@ -141,7 +141,11 @@ class LLM:
         A conversation is rendered through the chat template, up to where the next message would
         begin. Any later prompt that starts with the same tokens reuses it, named or not.
         """
-        tokens = self._prefix_of_chat(prompt) if _is_chat(prompt) else self._encode(prompt)[1]
+        tokens = (
+            self.tokenizer.encode_chat_prefix(cast(Conversation, prompt))
+            if _is_chat(prompt)
+            else self._encode(prompt)[1]
+        )
         request = self.engine.add_prefix(name, tokens, salt=salt)
         while all(event.request != request for event in self._step()):
             pass
@@ -153,15 +157,6 @@ class LLM:
     @property
     def pins(self) -> Mapping[str, Pin]:
         return self.engine.prefix.pins
-
-    def _prefix_of_chat(self, messages: Any) -> list[int]:
-        """The tokens that every conversation beginning with ``messages`` has in common."""
-        a, b = (
-            self.tokenizer.encode_chat([*messages, {"role": "user", "content": text}])
-            for text in ("0", "A")
-        )
-        num = next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), 0)
-        return a[:num]
 
     # -- inside -----------------------------------------------------------------------------
 

@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import random
 import time
+from collections.abc import Callable
 from collections.abc import Sequence as Tokens
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -29,6 +31,9 @@ from stairs.engine.sequence import FinishReason, Sequence, Status, TokenEvent, T
 from stairs.errors import ContextLengthError, InvalidRequestError
 from stairs.models.registry import Model
 
+if TYPE_CHECKING:
+    from stairs.engine.grammar import Grammars, GrammarState
+
 __all__ = ["Engine"]
 
 
@@ -40,10 +45,17 @@ class Engine:
     """Scheduler, batch, model and cache, put together by ``engine.build.build_engine``."""
 
     def __init__(
-        self, model: Model, kv: PagedKV, *, model_config: ModelConfig, config: EngineConfig
+        self,
+        model: Model,
+        kv: PagedKV,
+        *,
+        model_config: ModelConfig,
+        config: EngineConfig,
+        fingerprint: str,
     ) -> None:
         assert config.cache.num_blocks is not None and config.max_model_len is not None
         self.model_config = model_config
+        self.fingerprint = fingerprint  # of the weights: checkpoints.tensors
         self.config = config
         self.max_model_len = config.max_model_len
         self.kv = kv
@@ -62,13 +74,23 @@ class Engine:
         self._live: dict[int, list[Sequence]] = {}  # unfinished answers of each request
         self._seeds = random.Random(config.seed)
         self._prefixes: dict[int, tuple[str, tuple[int, ...]]] = {}  # being computed
+        self.open_grammars: Callable[[], Grammars] | None = None  # vocabulary, on first use
+        self._grammars: Grammars | None = None
         self._num_requests = 0
         self._num_steps = 0
 
     # -- requests ---------------------------------------------------------------------------
 
-    def add(self, tokens: Tokens[int], sampling: SamplingParams, *, salt: str | None = None) -> int:
+    def add(
+        self,
+        tokens: Tokens[int],
+        sampling: SamplingParams,
+        *,
+        salt: str | None = None,
+        grammar: str | None = None,
+    ) -> int:
         """Queue a request; returns its number. ``salt`` keeps its prefix from other salts' users.
+        ``grammar`` is what each answer must follow, for ``open_grammars`` to compile.
 
         With ``sampling.n`` > 1 all answers bear this number and tell themselves apart by index.
 
@@ -94,8 +116,27 @@ class Engine:
             )
             for index in range(sampling.n)
         ]
+        if grammar is not None:
+            states = self._states(grammar, sampling)
+            for answer, state in zip(answers, states, strict=True):
+                answer.grammar = state
         answers[0].forks = tuple(answers[1:])
         return self._queue(answers)
+
+    def _states(self, grammar: str, sampling: SamplingParams) -> list[GrammarState]:
+        for name, value in (
+            ("min_tokens", sampling.min_tokens),
+            ("ignore_eos", sampling.ignore_eos),
+        ):
+            if value:
+                raise InvalidRequestError(
+                    f"{name} contradicts a grammar, which says itself where an answer ends",
+                    param=name,
+                )
+        if self._grammars is None:
+            assert self.open_grammars is not None, "nobody said where the vocabulary is"
+            self._grammars = self.open_grammars()
+        return self._grammars.states(grammar, sampling.n)
 
     def add_prefix(self, name: str, tokens: Tokens[int], *, salt: str | None = None) -> int:
         """Queue a prefix to be computed ahead; it is pinned as ``name`` when its event comes.
@@ -211,6 +252,8 @@ class Engine:
         request, ended = sequence.request, sequence.finish_reason is not None
         if ended:
             self._live[request].remove(sequence)
+        elif sequence.grammar is not None:
+            sequence.grammar.advance(token)
         first = sequence.num_generated == 1 and sequence.index == 0
         wants_prompt = first and sequence.sampling.prompt_logprobs is not None
         return TokenEvent(

@@ -27,13 +27,17 @@ def sample(
     """``logits`` (R, V) in any float dtype, one row for each of ``sequences``: R token ids, and
     the log probabilities of those that asked.
 
-    Order as in vLLM: bias, minimum length, penalties, temperature, min-p, top-k, top-p, draw.
+    Order as in vLLM: grammar, bias, minimum length, penalties, temperature, min-p, top-k, top-p,
+    draw.
     """
     if not sequences:
         return [], []
     raw = logits if logits.dtype == torch.float64 else logits.float()
     logits = raw.clone()
     for row, sequence in zip(logits, sequences, strict=True):
+        if sequence.grammar is not None:
+            forbidden = torch.from_numpy(sequence.grammar.forbidden())
+            row.masked_fill_(forbidden.to(row.device), -torch.inf)
         adjust(row, sequence)
     tokens = logits.argmax(dim=-1)
     drawn = [row for row, sequence in enumerate(sequences) if sequence.sampling.temperature > 0]

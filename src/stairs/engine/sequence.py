@@ -12,10 +12,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from enum import Enum
+from typing import TYPE_CHECKING
 
 from stairs.accounting.record import Phase, Totals
 from stairs.cache.prefix import Entry
 from stairs.config import SamplingParams
+
+if TYPE_CHECKING:
+    from stairs.engine.grammar import GrammarState
 
 __all__ = ["FinishReason", "Sequence", "Status", "TokenEvent", "TokenLogprobs"]
 
@@ -77,6 +81,7 @@ class Sequence:
     index: int = 0  # of the answer among the request's n
     forks: tuple[Sequence, ...] = ()
     prefill_only: bool = False  # a prefix computed ahead: nothing is sampled
+    grammar: GrammarState | None = None  # what may come next
 
     num_prompt_tokens: int = field(init=False)
     status: Status = Status.WAITING

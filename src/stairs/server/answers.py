@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 from stairs.accounting.record import Phase, Totals
@@ -18,7 +19,14 @@ from stairs.errors import StairsError
 from stairs.outputs import GrowingOutput, RequestMetrics, RequestOutput, StreamEvent
 from stairs.text.tokenizer import Tokenizer
 
-__all__ = ["Answers", "Prompt", "Running"]
+__all__ = ["Answers", "ClientGoneError", "Prompt", "Running"]
+
+
+class ClientGoneError(StairsError):
+    """The client hung up: there is nobody to answer."""
+
+    status = 499
+    code = "client_gone"
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,6 +131,21 @@ class Answers:
         """Until the costs of every prompt are known too."""
         while not all(one.settled for one in self.running):
             await self._next()
+
+    @contextmanager
+    def closed_on_error(self) -> Iterator[None]:
+        try:
+            yield
+        except BaseException:
+            self.close()
+            raise
+
+    def cancel(self) -> None:
+        """The client is gone: abort, and let whoever waits here know."""
+        self.close()
+        for one in self.running:
+            if not one.settled:
+                one.fail(ClientGoneError("the client hung up"))
 
     def close(self) -> None:
         """Abort what still runs; nothing is sent for what has ended by itself."""

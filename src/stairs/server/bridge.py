@@ -58,6 +58,7 @@ class Bridge:
         self._by_engine: dict[int, Running] = {}  # by the engine's
         self._pins: dict[int, asyncio.Future[wire.Pinned]] = {}
         self._loaded = asyncio.Event()
+        self.became_ready = asyncio.Event()  # for the first time
         self._failed: wire.Failed | None = None
         self.state: State = "loading"
         self.reason: str | None = None
@@ -249,6 +250,7 @@ class Bridge:
             self._link.stop()
             return
         self.state, self.reason = "ready", None
+        self.became_ready.set()
 
     def _fail_all(self, error: EngineDeadError) -> None:
         for one in list(self._live.values()):

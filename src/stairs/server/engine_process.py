@@ -23,9 +23,10 @@ from stairs.checkpoints.checkpoint import open_checkpoint
 from stairs.config import SamplingParams
 from stairs.engine.build import build_engine
 from stairs.engine.core import Engine
+from stairs.engine.grammar import Grammars
 from stairs.engine.prefix_files import load_prefix, save_prefix
 from stairs.engine.sequence import TokenEvent
-from stairs.errors import StairsError
+from stairs.errors import CheckpointError, StairsError
 from stairs.server import wire
 
 __all__ = ["EngineLoop", "main"]
@@ -105,17 +106,25 @@ class EngineLoop:
                     self._engine.unpin(name)
 
     def _add(self, command: wire.Add) -> int:
-        return self._engine.add(command.tokens, command.sampling, salt=command.salt)
+        return self._engine.add(
+            command.tokens, command.sampling, salt=command.salt, grammar=command.grammar
+        )
 
     def _pin(self, command: wire.Pin) -> int | None:
         """The number of the request that computes the prefix; None if a file had its K/V."""
-        file = Path(command.file) if command.file else None
-        pin = file and load_prefix(
-            self._engine, command.name, command.tokens, file=file, salt=command.salt
-        )
-        if pin:
-            self._report.pinned.append(self._pinned(command, "file"))
-            return None
+        if command.file and Path(command.file).exists():
+            try:
+                load_prefix(
+                    self._engine,
+                    command.name,
+                    command.tokens,
+                    file=Path(command.file),
+                    salt=command.salt,
+                )
+                self._report.pinned.append(self._pinned(command, "file"))
+                return None
+            except CheckpointError as error:
+                _log.warning("prefix %r is computed again: %s", command.name, error)
         number = self._engine.add_prefix(command.name, command.tokens, salt=command.salt)
         self._pins[number] = command
         return number
@@ -139,7 +148,10 @@ class EngineLoop:
             self._report.events.append(event)
         else:
             if pin.file:
-                save_prefix(self._engine, pin.name, file=Path(pin.file))
+                try:
+                    save_prefix(self._engine, pin.name, file=Path(pin.file))
+                except OSError as error:
+                    _log.warning("prefix %r is pinned but not saved: %s", pin.name, error)
             self._report.pinned.append(self._pinned(pin, "computed"))
         if event.costs is not None:
             self._forget(event.request)
@@ -210,6 +222,9 @@ def _load(start: wire.Start) -> Engine:
         start.model, revision=start.revision, load_format=start.load_format
     )
     engine = build_engine(checkpoint.config, checkpoint.tensors, start.config)
+    engine.open_grammars = lambda: Grammars(
+        checkpoint.tokenizer(), checkpoint.config.vocab_size, checkpoint.config.eos_token_ids
+    )
     # Kernels are compiled (or read from their cache) here, not under the first user's request.
     length = min(2 * engine.config.prefill_chunk_size, engine.max_model_len - 2)
     engine.add([0] * max(length, 1), SamplingParams(max_tokens=2, ignore_eos=True), salt="warm-up")

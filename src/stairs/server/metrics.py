@@ -9,7 +9,14 @@ from __future__ import annotations
 import time
 from collections import deque
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client import (
+    CollectorRegistry,
+    Counter,
+    Gauge,
+    Histogram,
+    disable_created_metrics,
+    generate_latest,
+)
 
 from stairs.server import wire
 from stairs.server.answers import Running
@@ -75,6 +82,7 @@ class Metrics:
     """One registry for one server; ``model`` is the label ``model_name`` of everything."""
 
     def __init__(self, model: str) -> None:
+        disable_created_metrics()  # type: ignore[no-untyped-call]
         self._registry = registry = CollectorRegistry()
         self._model = model
 

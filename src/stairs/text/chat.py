@@ -31,6 +31,7 @@ class ChatTemplate:
     """A compiled template; ``ConfigError`` where it is no Jinja."""
 
     def __init__(self, source: str) -> None:
+        self.source = source
         environment = ImmutableSandboxedEnvironment(
             trim_blocks=True,
             lstrip_blocks=True,

@@ -7,10 +7,12 @@ what the bytes of all tokens decode to.
 
 from __future__ import annotations
 
+import copy
 import json
 import re
 import secrets
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -160,6 +162,15 @@ class Tokenizer:
         bos = self.bos_token_id
         return [bos, *ids] if bos is not None and ids[:1] != [bos] else ids
 
+    def encode_chat_prefix(self, messages: Iterable[Mapping[str, Any]]) -> list[int]:
+        """The ids that all conversations beginning with ``messages`` have in common."""
+        start = list(messages)
+        a, b = (
+            self.encode_chat([*start, {"role": "user", "content": text}]) for text in ("0", "A")
+        )
+        num = next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), 0)
+        return a[:num]
+
     def apply_chat_template(
         self,
         messages: Iterable[Mapping[str, Any]],
@@ -176,6 +187,17 @@ class Tokenizer:
     def has_chat_template(self) -> bool:
         return self._chat_template is not None
 
+    @property
+    def chat_template(self) -> str | None:
+        """The template's source."""
+        return self._chat_template.source if self._chat_template else None
+
+    def with_chat_template(self, source: str) -> Tokenizer:
+        """The same tokenizer with another template; ConfigError where that is no Jinja."""
+        other = copy.copy(self)
+        other._chat_template = ChatTemplate(source)
+        return other
+
     def decode(self, ids: Iterable[int], *, skip_special_tokens: bool = True) -> str:
         """Text of ``ids`` as a whole: without the space SentencePiece puts before a text, and with
         U+FFFD for bytes that are no UTF-8."""
@@ -185,6 +207,11 @@ class Tokenizer:
             if not (skip_special_tokens and token_id in self._special_ids)
         )
         return data.removeprefix(self._prefix).decode("utf-8", "replace")
+
+    @cached_property
+    def longest_token(self) -> int:
+        """Bytes of the longest token: a prompt of n tokens has at most n times as many."""
+        return max(len(self.token_bytes(token_id)) for token_id in range(self.vocab_size))
 
     def token_bytes(self, token_id: int) -> bytes:
         """What one token adds to the output; nothing for an id without a token."""

@@ -1,0 +1,139 @@
+"""What every request passes before a route sees it: an id, the key, the size of its body.
+
+Plain ASGI. A body is read here up to the limit and then handed on whole, so a larger one is
+refused before anything parses it, with or without Content-Length.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import hmac
+import logging
+import re
+import time
+import uuid
+from collections.abc import Sequence
+
+from starlette.datastructures import Headers, MutableHeaders
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from stairs.server.errors import status_reply
+from stairs.server.metrics import Metrics
+from stairs.server.replies import ErrorReply, encode
+
+__all__ = ["Gate"]
+
+_access = logging.getLogger("stairs.access")
+_LABEL = re.compile(r"[A-Za-z0-9_.:-]{1,64}")
+_OPEN = frozenset({"/health"})
+_POLLED = frozenset({"/health", "/metrics"})
+
+
+class Gate:
+    """``api_keys``: what may be sent as Bearer token or Basic password; none: everyone may in."""
+
+    def __init__(
+        self, app: ASGIApp, *, api_keys: Sequence[str], max_body_bytes: int, metrics: Metrics
+    ) -> None:
+        self._app = app
+        self._keys = [key.encode() for key in api_keys]
+        self._max_body_bytes = max_body_bytes
+        self._metrics = metrics
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        began = time.monotonic()
+        headers = Headers(scope=scope)
+        label = headers.get("x-request-id", "")
+        request_id = label if _LABEL.fullmatch(label) else uuid.uuid4().hex
+        status = 0
+
+        async def send_marked(message: Message) -> None:
+            nonlocal status
+            if message["type"] == "http.response.start":
+                status = message["status"]
+                MutableHeaders(scope=message)["X-Request-Id"] = request_id
+            await send(message)
+
+        try:
+            await self._admit(scope, headers, receive, send_marked)
+        finally:
+            self._note(scope, request_id, status, time.monotonic() - began)
+
+    async def _admit(self, scope: Scope, headers: Headers, receive: Receive, send: Send) -> None:
+        if self._keys and scope["path"] not in _OPEN and not self._has_key(headers):
+            reply = status_reply(401, "a valid API key is needed", "invalid_api_key")
+            how = 'Bearer, Basic realm="stairs", charset="UTF-8"'
+            await _refuse(send, 401, reply, ("WWW-Authenticate", how))
+            return
+        length = headers.get("content-length", "")
+        body: bytearray | None = None
+        if not (length.isdigit() and int(length) > self._max_body_bytes):
+            body = await _read(receive, self._max_body_bytes)
+        if body is None:
+            limit = f"the body is larger than {self._max_body_bytes} bytes"
+            reply = status_reply(413, limit, "body_too_large")
+            await _refuse(send, 413, reply, ("Connection", "close"))
+            return
+        await self._app(scope, _Replay(bytes(body), receive), send)
+
+    def _has_key(self, headers: Headers) -> bool:
+        kind, _, value = headers.get("authorization", "").partition(" ")
+        given = value.strip().encode()
+        if kind.lower() == "basic":
+            try:
+                given = base64.b64decode(given, validate=True).partition(b":")[2]
+            except binascii.Error:
+                return False
+        elif kind.lower() != "bearer":
+            return False
+        # All are compared, in constant time each: timing tells nothing of a key.
+        return any([hmac.compare_digest(given, key) for key in self._keys])
+
+    def _note(self, scope: Scope, request_id: str, status: int, seconds: float) -> None:
+        route = scope.get("route")
+        handler = getattr(route, "path", None) or "other"
+        method = scope["method"] if handler != "other" else "any"
+        self._metrics.answered(method, handler, status)
+        # What monitors ask for every few seconds would drown the rest.
+        level = logging.DEBUG if scope["path"] in _POLLED else logging.INFO
+        if _access.isEnabledFor(level):
+            line = f"{scope['method']:.10} {scope['path']:.100} {status} {seconds * 1000:.0f} ms"
+            _access.log(level, "%s", line, extra={"request_id": request_id})
+
+
+class _Replay:
+    """The body once, then whatever the client still does: in the end, it hangs up."""
+
+    def __init__(self, body: bytes, receive: Receive) -> None:
+        self._body: bytes | None = body
+        self._receive = receive
+
+    async def __call__(self) -> Message:
+        if self._body is None:
+            return await self._receive()
+        body, self._body = self._body, None
+        return {"type": "http.request", "body": body, "more_body": False}
+
+
+async def _read(receive: Receive, limit: int) -> bytearray | None:
+    """The whole body; None if it is larger than ``limit``."""
+    body = bytearray()
+    while True:
+        message = await receive()
+        if message["type"] != "http.request":
+            return body  # hung up half-way: the route will find out
+        body += message.get("body", b"")
+        if len(body) > limit:
+            return None
+        if not message.get("more_body", False):
+            return body
+
+
+async def _refuse(send: Send, status: int, reply: ErrorReply, header: tuple[str, str]) -> None:
+    headers = [(b"content-type", b"application/json"), tuple(part.encode() for part in header)]
+    await send({"type": "http.response.start", "status": status, "headers": headers})
+    await send({"type": "http.response.body", "body": encode(reply)})
