@@ -35,6 +35,9 @@ class DictSource:
     def packed(self, name: str) -> None:
         return None
 
+    def sample(self, name: str) -> bytes:
+        return self.tensors[name].contiguous().flatten()[:64].numpy().tobytes()
+
 
 @dataclasses.dataclass(frozen=True)
 class Tiny:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import time
 from collections.abc import Generator, Mapping, Sequence
 from functools import partial
+from pathlib import Path
 from typing import Any, cast
 
 from stairs.accounting.record import Phase, Totals
@@ -18,6 +19,7 @@ from stairs.cache.prefix import Pin
 from stairs.checkpoints.checkpoint import open_checkpoint
 from stairs.config import AttentionBackend, CacheConfig, EngineConfig, SamplingParams
 from stairs.engine.build import build_engine
+from stairs.engine.prefix_files import load_prefix, read_prefix_tokens, save_prefix
 from stairs.engine.sequence import TokenEvent
 from stairs.errors import InvalidRequestError
 from stairs.outputs import GrowingOutput, RequestMetrics, RequestOutput, StreamEvent
@@ -153,6 +155,17 @@ class LLM:
 
     def unpin(self, name: str) -> None:
         self.engine.unpin(name)
+
+    def save_prefix(self, name: str, file: str | Path) -> None:
+        """Write a pinned prefix's tokens and K/V to a safetensors file."""
+        save_prefix(self.engine, name, file=Path(file))
+
+    def load_prefix(self, name: str, file: str | Path, *, salt: str | None = None) -> Pin:
+        """Pin what ``save_prefix`` wrote, without computing it. Raises CheckpointError with the
+        reason for a file of another model, dtype or block size, or a damaged one."""
+        path = Path(file)
+        tokens = read_prefix_tokens(path)
+        return load_prefix(self.engine, name, tokens, file=path, salt=salt)
 
     @property
     def pins(self) -> Mapping[str, Pin]:

@@ -42,6 +42,9 @@ class DummyTensors:
     def packed(self, name: str) -> PackedRows | None:
         return None
 
+    def sample(self, name: str) -> bytes:
+        return f"dummy {self._seed}".encode()
+
 
 def _is_norm_weight(spec: TensorSpec) -> bool:
     return len(spec.shape) == 1 and spec.name.endswith(".weight")

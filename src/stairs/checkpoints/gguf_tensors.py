@@ -7,7 +7,7 @@ import torch
 from stairs.checkpoints.dequantize import QUANTISED, SMALL, dequantize
 from stairs.checkpoints.gguf import GGUF, GGUFTensor
 from stairs.checkpoints.layout import TensorSpec, check_names, tensor_specs
-from stairs.checkpoints.tensors import PackedRows
+from stairs.checkpoints.tensors import SAMPLE_BYTES, PackedRows
 from stairs.config import ModelConfig
 from stairs.errors import CheckpointError
 
@@ -61,6 +61,9 @@ class GGUFTensors:
             return None
         shape = tensor.shape[0], tensor.shape[1]
         return PackedRows(_bytes(tensor), tensor.type, shape, spec.rotated_heads)
+
+    def sample(self, name: str) -> bytes:
+        return bytes(self._tensors[self._specs[name].gguf_name].data[:SAMPLE_BYTES])
 
 
 def _rows(tensor: GGUFTensor, spec: TensorSpec) -> torch.Tensor:

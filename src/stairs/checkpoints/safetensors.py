@@ -15,7 +15,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from stairs.checkpoints.layout import check_names, tensor_specs
-from stairs.checkpoints.tensors import PackedRows
+from stairs.checkpoints.tensors import SAMPLE_BYTES, PackedRows
 from stairs.config import ModelConfig
 from stairs.errors import CheckpointError
 from stairs.text.json_file import parse_object, read_object
@@ -82,6 +82,10 @@ class SafetensorsFolder:
         file, stored = self._where[name]
         rows: torch.Tensor = file.get_tensor(stored).view(torch.uint8)
         return PackedRows(rows, kind, (spec.shape[0], spec.shape[1]))
+
+    def sample(self, name: str) -> bytes:
+        first: torch.Tensor = self._view(name)[:1]
+        return bytes(first.contiguous().flatten().view(torch.uint8)[:SAMPLE_BYTES].numpy())
 
     def _view(self, name: str) -> Any:
         file, stored = self._where[name]

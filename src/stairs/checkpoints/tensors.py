@@ -6,12 +6,17 @@ a time, and the file stays mapped. ``packed`` hands out quantised rows as they l
 
 from __future__ import annotations
 
+import hashlib
 from dataclasses import dataclass
 from typing import Protocol
 
 import torch
 
-__all__ = ["PackedRows", "TensorSource"]
+from stairs.config import ModelConfig
+
+__all__ = ["SAMPLE_BYTES", "PackedRows", "TensorSource", "fingerprint"]
+
+SAMPLE_BYTES = 4096
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,3 +49,17 @@ class TensorSource(Protocol):
         """The rows of a matrix that the file has in less than 32 bits, (out, in) in every family;
         None where it has them in 32 or more, or the other way round."""
         ...
+
+    def sample(self, name: str) -> bytes:
+        """The tensor's first ``SAMPLE_BYTES`` at most, as stored."""
+        ...
+
+
+def fingerprint(config: ModelConfig, source: TensorSource) -> str:
+    """Tells models apart without reading them whole: the config, and of every tensor its name,
+    its shape and the beginning of its values. Another training run changes all of them."""
+    digest = hashlib.sha256(repr(config).encode())
+    for name in sorted(source.names()):
+        digest.update(f"{name}{source.shape(name)}".encode())
+        digest.update(source.sample(name))
+    return digest.hexdigest()

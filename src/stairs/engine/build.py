@@ -6,7 +6,7 @@ import torch
 
 from stairs.accounting.weights import stored_weight_bytes
 from stairs.cache.paged_kv import PagedKV
-from stairs.checkpoints.tensors import TensorSource
+from stairs.checkpoints.tensors import TensorSource, fingerprint
 from stairs.config import DTYPE_BYTES, EngineConfig, ModelConfig
 from stairs.engine.core import Engine
 from stairs.engine.resolve import resolve
@@ -41,4 +41,10 @@ def build_engine(
         dtype=getattr(torch, config.cache.dtype),
         device=device,
     )
-    return Engine(model, kv, model_config=model_config, config=config)
+    return Engine(
+        model,
+        kv,
+        model_config=model_config,
+        config=config,
+        fingerprint=fingerprint(model_config, tensors),
+    )

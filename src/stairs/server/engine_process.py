@@ -7,6 +7,7 @@ and reports; while there is no work it sleeps in the socket.
 
 from __future__ import annotations
 
+import logging
 import os
 import signal
 import sys
@@ -30,6 +31,8 @@ from stairs.errors import CheckpointError, StairsError
 from stairs.server import wire
 
 __all__ = ["EngineLoop", "main"]
+
+_log = logging.getLogger(__name__)
 
 
 class EngineLoop:
