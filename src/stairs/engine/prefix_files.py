@@ -73,7 +73,7 @@ def load_prefix(
                         f"this engine has {wanted!r}"
                     )
             stored = _tensor(saved, file, "tokens").tolist()
-            if stored[: num_blocks * size] != list(tokens[: num_blocks * size]):
+            if stored[: len(stored) // size * size] != list(tokens[: num_blocks * size]):
                 raise CheckpointError(f"{file.name}: the saved prefix has other tokens")
             blocks = engine.pool.allocate(num_blocks) or []
             if not blocks:
