@@ -44,7 +44,7 @@ def _signature() -> inspect.Signature:
             help = f"{help} [default: {default}]"
         info = typer.Argument if name == "model" else typer.Option
         kind = list[str] if get_origin(kind) is tuple else kind
-        annotation = Annotated[kind | None, info(help=help, show_default=False)]
+        annotation = Annotated[kind | None, info(help=help, show_default=False)]  # type: ignore[valid-type]
         parameters.append(inspect.Parameter(name, keyword, default=None, annotation=annotation))
     return inspect.Signature(parameters)
 

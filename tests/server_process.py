@@ -1,0 +1,73 @@
+"""``stairs serve`` as a user starts it: its own processes, a free port, nothing of the user's."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import httpx
+import openai
+
+ROOT = Path(__file__).parents[1]
+
+
+class Server:
+    """``url``, ``http`` and ``openai`` are there once it is ready."""
+
+    def __init__(self, folder: Path, *arguments: str) -> None:
+        environment = {k: v for k, v in os.environ.items() if not k.startswith("STAIRS_")}
+        environment |= {
+            "PYTHONPATH": str(ROOT / "src"),
+            "STAIRS_PREFIX_FOLDER": str(folder.parent / "prefixes"),
+            "OMP_NUM_THREADS": "1",
+            "NUMBA_NUM_THREADS": "1",
+        }
+        command = [sys.executable, "-c", "from stairs.cli import main; main()", "serve"]
+        self.process = subprocess.Popen(
+            [*command, str(folder), "--port", "0", "--served-model-name", "tiny", *arguments],
+            env=environment,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        self.log: list[str] = []
+        self.url = ""
+
+    def wait_ready(self) -> Server:
+        line = self.wait_line(r"Ready: chat at (\S+),")
+        self.url = line[1]
+        self.http = httpx.Client(base_url=self.url, timeout=60)
+        self.openai = openai.OpenAI(base_url=f"{self.url}/v1", api_key="none", max_retries=0)
+        return self
+
+    def wait_line(self, pattern: str) -> re.Match[str]:
+        assert self.process.stderr is not None
+        for line in self.process.stderr:
+            self.log.append(line)
+            if match := re.search(pattern, line):
+                return match
+        raise AssertionError("the server ended:\n" + "".join(self.log))
+
+    def metric(self, name: str, **labels: str) -> float:
+        """The value of one sample of /metrics."""
+        for line in self.http.get("/metrics").text.splitlines():
+            sample, _, value = line.rpartition(" ")
+            if sample.partition("{")[0] == name and all(
+                f'{key}="{label}"' in sample for key, label in labels.items()
+            ):
+                return float(value)
+        raise AssertionError(f"no sample {name} {labels}")
+
+    def stop(self) -> int:
+        if self.process.poll() is None:
+            self.process.send_signal(signal.SIGTERM)
+        assert self.process.stderr is not None
+        self.log += self.process.stderr
+        self.process.stderr.close()
+        if self.url:
+            self.http.close()
+            self.openai.close()
+        return self.process.wait(30)
