@@ -129,7 +129,7 @@ class Answers:
 
     async def settled(self) -> None:
         """Until the costs of every prompt are known too."""
-        while not all(one.settled for one in self.running):
+        while not all(one.settled and one.error is None for one in self.running):
             await self._next()
 
     @contextmanager

@@ -13,7 +13,7 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.responses import FileResponse, Response
 
 import stairs
-from stairs.errors import StairsError
+from stairs.errors import InvalidRequestError, StairsError
 from stairs.server import replies
 from stairs.server.answers import Answers, ClientGoneError, Prompt
 from stairs.server.chat import Chat
@@ -84,7 +84,10 @@ def _add_errors(app: FastAPI, service: Service) -> None:
 
     async def http_error(request: Request, error: Exception) -> Response:
         assert isinstance(error, HTTPException)
-        reply = status_reply(error.status_code, str(error.detail))
+        if error.status_code == 400:  # the framework could not even parse the body
+            reply = error_reply(InvalidRequestError("the body is not valid JSON", param="body"))
+        else:
+            reply = status_reply(error.status_code, str(error.detail))
         return Reply(reply, status_code=error.status_code, headers=error.headers)
 
     async def internal(request: Request, error: Exception) -> Response:
