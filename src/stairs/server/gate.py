@@ -6,8 +6,10 @@ refused before anything parses it, with or without Content-Length.
 
 from __future__ import annotations
 
+import asyncio
 import base64
 import binascii
+import contextlib
 import hmac
 import logging
 import re
@@ -26,6 +28,7 @@ __all__ = ["Gate"]
 
 _access = logging.getLogger("stairs.access")
 _LABEL = re.compile(r"[A-Za-z0-9_.:-]{1,64}")
+_PATIENCE = 5.0  # seconds that a client may go on sending what was refused
 _OPEN = frozenset({"/health"})
 _POLLED = frozenset({"/health", "/metrics"})
 
@@ -74,6 +77,7 @@ class Gate:
         if not (length.isdigit() and int(length) > self._max_body_bytes):
             body = await _read(receive, self._max_body_bytes)
         if body is None:
+            await _discard(receive)
             limit = f"the body is larger than {self._max_body_bytes} bytes"
             reply = status_reply(413, limit, "body_too_large")
             await _refuse(send, 413, reply, ("Connection", "close"))
@@ -131,6 +135,15 @@ async def _read(receive: Receive, limit: int) -> bytearray | None:
             return None
         if not message.get("more_body", False):
             return body
+
+
+async def _discard(receive: Receive) -> None:
+    """Swallow what the client still sends, for a while: a connection that is closed under its
+    hands would take our answer with it."""
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(_PATIENCE):
+            while (await receive()).get("more_body", False):
+                pass
 
 
 async def _refuse(send: Send, status: int, reply: ErrorReply, header: tuple[str, str]) -> None:
