@@ -64,7 +64,13 @@ class Server:
     def stop(self) -> int:
         if self.process.poll() is None:
             self.process.send_signal(signal.SIGTERM)
+        return self.stop_when_done()
+
+    def stop_when_done(self) -> int:
+        """Its exit code, once it ends by itself; ``log`` then holds all it said."""
         assert self.process.stderr is not None
+        if self.process.stderr.closed:
+            return self.process.wait(30)
         self.log += self.process.stderr
         self.process.stderr.close()
         if self.url:

@@ -35,6 +35,7 @@ class Grammars:
                 "the model has no end-of-text token, which a grammar needs", param="response_format"
             )
         self._vocab_size = vocab_size
+        self._eos_ids = tuple(eos_ids)
         vocabulary = _Vocabulary(tokenizer, vocab_size, eos_ids[0])
         self._tokenizer = LLTokenizer(
             TokenizerWrapper(vocabulary), n_vocab=vocab_size, eos_token=list(eos_ids)
@@ -48,14 +49,17 @@ class Grammars:
                 f"the grammar cannot be compiled: {matcher.get_error():.200}",
                 param="response_format",
             )
-        return [GrammarState(matcher.deep_copy(), self._vocab_size) for _ in range(num)]
+        return [
+            GrammarState(matcher.deep_copy(), self._vocab_size, self._eos_ids) for _ in range(num)
+        ]
 
 
 class GrammarState:
     """How far one answer has come in its grammar."""
 
-    def __init__(self, matcher: LLMatcher, vocab_size: int) -> None:
+    def __init__(self, matcher: LLMatcher, vocab_size: int, eos_ids: Sequence[int]) -> None:
         self._matcher = matcher
+        self._eos_ids = list(eos_ids)
         self._vocab_size = vocab_size
         self._bits = np.zeros(-(-vocab_size // 32), dtype=np.int32)
 
@@ -64,6 +68,8 @@ class GrammarState:
         self._matcher.unsafe_compute_mask_ptr(self._bits.ctypes.data, self._bits.nbytes)
         bits = np.unpackbits(self._bits.view(np.uint8), bitorder="little")
         forbidden: NDArray[np.bool_] = bits[: self._vocab_size] == 0
+        if forbidden.all():  # the vocabulary has no token for what must come: end here
+            forbidden[self._eos_ids] = False
         return forbidden
 
     def advance(self, token: int) -> None:

@@ -111,7 +111,8 @@ def _draw(logits: Tensor, sequences: list[Sequence]) -> Tensor:
     point = torch.tensor([_uniform(s) for s in sequences], device=logits.device).double()
     # The first place whose cumulative probability exceeds the point: never one of probability 0.
     index = torch.searchsorted(cumulative, point[:, None] * cumulative[:, -1:], right=True)
-    last = (probs > 0).sum(dim=-1, keepdim=True) - 1
+    # At least place 0: a row of NaN, from a broken model, must not end everyone else's step.
+    last = ((probs > 0).sum(dim=-1, keepdim=True) - 1).clamp(min=0)
     return order.gather(1, torch.minimum(index, last)).squeeze(1)
 
 

@@ -216,7 +216,8 @@ def main() -> None:
 
 
 def _end_with_the_parent() -> None:
-    sys.stdin.buffer.read()
+    while os.read(0, 1024):
+        pass
     os._exit(0)
 
 
@@ -229,7 +230,8 @@ def _load(start: wire.Start) -> Engine:
         checkpoint.tokenizer(), checkpoint.config.vocab_size, checkpoint.config.eos_token_ids
     )
     # Kernels are compiled (or read from their cache) here, not under the first user's request.
-    length = min(2 * engine.config.prefill_chunk_size, engine.max_model_len - 2)
+    room = engine.scheduler.num_usable_blocks * engine.config.cache.block_size
+    length = min(2 * engine.config.prefill_chunk_size, engine.max_model_len - 2, room - 2)
     engine.add([0] * max(length, 1), SamplingParams(max_tokens=2, ignore_eos=True), salt="warm-up")
     while engine.has_work:
         engine.step()

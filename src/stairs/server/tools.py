@@ -232,13 +232,14 @@ class CallReader:
             if not tag:
                 keep = _overlap(self._held, begin)
                 cut = len(self._held) - keep
-                text, self._held = text + self._held[:cut], self._held[cut:]
-                return self._visible(text), calls
+                text += self._visible(self._held[:cut])
+                self._held = self._held[cut:]
+                return text, calls
             inside, closed, after = rest.partition(end)
-            text += before
+            text += self._visible(before)
             self._held = tag + rest
             if not closed:
-                return self._visible(text), calls
+                return text, calls
             found = self._calls(inside)
             if found is None:
                 text += tag + inside + closed

@@ -1,0 +1,257 @@
+"""Start, death of the engine, drain and return: with keys, a system prompt and pinned prefixes."""
+
+from __future__ import annotations
+
+import base64
+import json
+import os
+import signal
+import subprocess
+import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+from server_process import Server
+
+HOUSE = "You keep the light of a lighthouse. " * 3
+KEY = {"Authorization": "Bearer secret"}
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("prefixes")
+    (folder / "house.txt").write_text(HOUSE)
+    (folder / "raw.txt").write_text("raw " * 10)
+    return folder
+
+
+def start(model: Path, files: Path) -> Server:
+    return Server(
+        model,
+        *("--system-prompt", str(files / "house.txt")),
+        *("--prefix-raw", f"raw={files / 'raw.txt'}"),
+        *("--prefix-folder", str(files / "kept")),
+        *("--api-key", "secret", "--api-key", "other", "--allowed-origins", "http://page"),
+        *("--num-gpu-blocks-override", "128", "--log-format", "json"),
+    )
+
+
+@pytest.fixture(scope="module")
+def guarded(tiny_model: Path, files: Path) -> Iterator[Server]:
+    server = start(tiny_model, files).wait_ready()
+    server.http.headers.update(KEY)
+    yield server
+    server.stop()
+
+
+def chat(server: Server, *messages: dict, **options):
+    body = {"messages": list(messages), "max_tokens": 4, "temperature": 0} | options
+    return server.http.post("/v1/chat/completions", json=body)
+
+
+USER = {"role": "user", "content": "how is the light?"}
+
+
+def engine_pid(server: Server) -> int:
+    found = subprocess.run(
+        ["pgrep", "-P", str(server.process.pid), "-f", "engine_process"],
+        capture_output=True,
+        text=True,
+    )
+    return int(found.stdout)
+
+
+# -- keys and origins ---------------------------------------------------------------------------
+
+
+def test_nothing_but_health_without_a_key(guarded: Server) -> None:
+    nobody = {"Authorization": ""}
+    assert guarded.http.get("/health", headers=nobody).status_code == 200
+    for path in ("/", "/v1/models", "/metrics", "/openapi.json", "/docs", "/nowhere"):
+        reply = guarded.http.get(path, headers=nobody)
+        assert reply.status_code == 401 and reply.json()["error"]["code"] == "invalid_api_key"
+    wrong = {"Authorization": "Bearer secre"}
+    assert guarded.http.post("/v1/completions", json={}, headers=wrong).status_code == 401
+
+
+def test_a_key_as_token_or_as_a_browsers_password(guarded: Server) -> None:
+    for key in ("secret", "other"):
+        basic = base64.b64encode(f"anyone:{key}".encode()).decode()
+        for value in (f"Bearer {key}", f"bearer {key}", f"Basic {basic}"):
+            reply = guarded.http.get("/v1/models", headers={"Authorization": value})
+            assert reply.status_code == 200
+
+
+def test_browsers_of_other_origins_are_let_in_only_when_named(
+    guarded: Server, server: Server
+) -> None:
+    allow = "access-control-allow-origin"
+    asked = {"Origin": "http://page", "Access-Control-Request-Method": "POST"}
+    assert guarded.http.options("/v1/models", headers=asked).headers[allow] == "http://page"
+    assert allow not in guarded.http.get("/health", headers={"Origin": "http://else"}).headers
+    assert allow not in server.http.get("/health", headers=asked).headers
+
+
+# -- prefixes -----------------------------------------------------------------------------------
+
+
+def cached(reply) -> int:
+    assert reply.status_code == 200, reply.text
+    return reply.json()["usage"]["prompt_tokens_details"]["cached_tokens"]
+
+
+def test_the_services_own_prompt_is_ready_before_the_first_chat(guarded: Server) -> None:
+    names = [one["name"] for one in guarded.http.get("/v1/prefixes").json()["data"]]
+    assert names[:2] == ["system-prompt", "raw"]
+    assert cached(chat(guarded, USER)) >= 96  # all whole blocks of the prompt
+    assert cached(chat(guarded, {"role": "system", "content": "Be brief."}, USER)) < 96
+    raw = {"prompt": "raw " * 10 + "and more", "max_tokens": 2}
+    assert cached(guarded.http.post("/v1/completions", json=raw)) == 32
+
+
+def test_a_prefix_comes_and_goes(guarded: Server) -> None:
+    added = {"name": "guide", "prompt": "g" * 100}
+    reply = guarded.http.post("/v1/prefixes", json=added)
+    assert reply.status_code == 200, reply.text
+    pinned = reply.json()
+    assert (pinned["num_tokens"], pinned["num_pinned_tokens"]) == (100, 96)
+    assert pinned["kv_bytes"] == 96 * 2 * 2 * 2 * 8 * 4  # K and V, layers, heads, width, float32
+    again = guarded.http.post("/v1/prefixes", json=added)
+    assert again.status_code == 400 and again.json()["error"]["param"] == "name"
+    prompt = {"prompt": "g" * 100 + "!", "max_tokens": 1}
+    assert cached(guarded.http.post("/v1/completions", json=prompt)) == 96
+    assert guarded.http.delete("/v1/prefixes/guide").status_code == 200
+    names = [one["name"] for one in guarded.http.get("/v1/prefixes").json()["data"]]
+    assert "guide" not in names
+    assert guarded.http.delete("/v1/prefixes/guide").status_code == 400
+    assert guarded.http.delete("/v1/prefixes/raw").status_code == 400  # the command line's
+
+
+def test_a_pinned_prefix_survives_traffic_that_fills_the_pool(guarded: Server) -> None:
+    for i in range(8):
+        body = {"prompt": chr(97 + i) * 700, "max_tokens": 1}
+        assert guarded.http.post("/v1/completions", json=body).status_code == 200
+    assert cached(chat(guarded, USER)) >= 96
+
+
+def test_prefixes_have_a_budget(guarded: Server) -> None:
+    reply = guarded.http.post("/v1/prefixes", json={"name": "big", "prompt": "b" * 1000})
+    assert reply.status_code == 400 and "pin_memory_fraction" in reply.json()["error"]["message"]
+
+
+# -- death and return ---------------------------------------------------------------------------
+
+
+def test_when_the_engine_dies_everyone_is_told_and_it_comes_back(guarded: Server) -> None:
+    body = {"prompt": "k" * 20, "max_tokens": 1000, "ignore_eos": True}
+    running = threading.Barrier(3, timeout=60)
+
+    def whole(_: int):
+        running.wait()
+        return guarded.http.post("/v1/completions", json=body)
+
+    def stream() -> list[str]:
+        path = "/v1/completions"
+        with guarded.http.stream("POST", path, json=body | {"stream": True}) as reply:
+            lines = reply.iter_lines()
+            next(lines)
+            running.wait()
+            return [line for line in lines if line]
+
+    with ThreadPoolExecutor(3) as pool:
+        streamed = pool.submit(stream)
+        wholes = [pool.submit(whole, i) for i in range(2)]
+        while guarded.metric("vllm:num_requests_running") < 3:
+            pass
+        os.kill(engine_pid(guarded), signal.SIGKILL)
+        for answer in wholes:
+            reply = answer.result()
+            assert reply.status_code == 503 and "Retry-After" in reply.headers
+            error = reply.json()["error"]
+            assert error["code"] == "engine_dead" and "SIGKILL" in error["message"]
+        last = json.loads(streamed.result()[-1].removeprefix("data: "))
+        assert last["error"]["code"] == "engine_dead"
+
+    health = guarded.http.get("/health")
+    while health.json()["status"] == "restarting":
+        assert health.status_code == 503 and "SIGKILL" in health.json()["reason"]
+        health = guarded.http.get("/health")
+    assert health.json() == {"status": "ready", "reason": None}
+    sources = {
+        one["name"]: one["source"] for one in guarded.http.get("/v1/prefixes").json()["data"]
+    }
+    assert sources == {"system-prompt": "file", "raw": "file"}  # read, not computed again
+    assert cached(chat(guarded, USER)) >= 96
+    assert guarded.metric("stairs:engine_restarts_total") == 1
+
+
+def test_the_engine_does_not_outlive_its_parent(tiny_model: Path) -> None:
+    server = Server(tiny_model, "--num-gpu-blocks-override", "16").wait_ready()
+    engine = engine_pid(server)
+    server.process.kill()
+    server.stop()
+    while True:
+        try:
+            os.kill(engine, 0)
+        except ProcessLookupError:
+            break
+        if "Z" in Path(f"/proc/{engine}/stat").read_text().split(")")[-1].split()[:1]:
+            break  # nobody reaps it here
+
+
+def test_ctrl_c_drains_and_added_prefixes_return(
+    guarded: Server, tiny_model: Path, files: Path
+) -> None:
+    added = {"name": "kept", "messages": [{"role": "system", "content": "s" * 40}]}
+    assert guarded.http.post("/v1/prefixes", json=added).json()["source"] == "computed"
+    body = {"prompt": "d", "max_tokens": 400, "ignore_eos": True, "stream": True}
+    with guarded.http.stream("POST", "/v1/completions", json=body) as reply:
+        lines = reply.iter_lines()
+        next(lines)
+        guarded.process.send_signal(signal.SIGINT)
+        rest = [line for line in lines if line]
+    assert rest[-1] == "data: [DONE]" and '"finish_reason":"length"' in rest[-2]
+    assert guarded.stop() == 0
+    for line in guarded.log:
+        if line.startswith("{"):
+            assert {"time", "level", "message"} <= json.loads(line).keys()
+
+    again = start(tiny_model, files).wait_ready()
+    again.http.headers.update(KEY)
+    prefixes = {one["name"]: one for one in again.http.get("/v1/prefixes").json()["data"]}
+    assert prefixes.keys() == {"system-prompt", "raw", "kept"}
+    assert all(one["source"] == "file" for one in prefixes.values())
+    assert again.stop() == 0
+
+
+# -- what keeps it from starting ----------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("arguments", "named"),
+    [
+        (["--max-model-len", "99999"], "max_model_len"),
+        (["--num-gpu-blocks-override", "0"], "num_blocks"),
+        (["--pin-memory-fraction", "0", "--system-prompt", "HOUSE"], "pin_memory_fraction"),
+    ],
+)
+def test_a_wrong_option_is_one_line_and_code_2(
+    tiny_model: Path, files: Path, arguments: list[str], named: str
+) -> None:
+    given = [str(files / "house.txt") if a == "HOUSE" else a for a in arguments]
+    server = Server(tiny_model, *given, "--log-level", "error")
+    assert server.stop_when_done() == 2
+    assert len(server.log) == 1 and server.log[0].startswith("stairs: ")
+    assert named in server.log[0]
+
+
+def test_a_port_in_use_names_the_option(server: Server, tiny_model: Path) -> None:
+    port = server.url.rpartition(":")[2]
+    second = Server(tiny_model, "--port", port)
+    assert second.stop_when_done() == 2
+    assert second.log == [
+        f"stairs: port {port} on 127.0.0.1 is in use; choose another with --port\n"
+    ]
