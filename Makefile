@@ -1,6 +1,7 @@
 # make run     install Stairs, fetch the default model and watch it work
 # make test    run the tests          make check   format, lint, types, import rules
-# make bench   measure this machine   make clean   remove .venv and every cache
+# make bench   measure this machine   make coverage  the tests, and the lines they reach
+# make clean   remove .venv and every cache
 #
 # Needs Python >= 3.11 and nothing else. PYTHON=python3.12 picks another interpreter.
 
@@ -8,14 +9,18 @@ PYTHON ?= python3
 BIN := .venv/bin
 INSTALL := pyproject.toml constraints.txt scripts/install.py
 
-.PHONY: run test check bench clean
+.PHONY: run test coverage check bench clean
 
 run: .venv/.run
 	@$(BIN)/stairs pull
 	@$(BIN)/python examples/shared_prompt.py
 
+# Two processes of one thread each: threads of both would wait for one another at each small product.
 test: .venv/.dev
-	$(BIN)/python -m pytest $(TESTS)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadscope $(TESTS)
+
+coverage: .venv/.dev
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadscope --cov
 
 check: .venv/.dev
 	$(BIN)/python -m ruff check .
