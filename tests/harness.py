@@ -62,26 +62,48 @@ class Tiny:
         )
 
 
+# The families beside GPT-2: transformers' classes, and what sets each apart.
+LLAMA_LIKE = {
+    "llama": ("Llama", {}),
+    "llama3": ("Llama", {
+        "rope_parameters": {
+            "rope_type": "llama3", "rope_theta": 500000.0, "factor": 8.0, "low_freq_factor": 1.0,
+            "high_freq_factor": 4.0, "original_max_position_embeddings": 128,
+        },
+    }),
+    "mistral": ("Mistral", {"sliding_window": None, "num_key_value_heads": 1}),
+    "qwen2": ("Qwen2", {"num_key_value_heads": 3, "tie_word_embeddings": True}),
+    "qwen3": ("Qwen3", {"head_dim": 16, "num_key_value_heads": 6}),
+    "smollm3": ("SmolLM3", {"no_rope_layers": [1, 0, 1], "pad_token_id": 0}),
+}  # fmt: skip
+FAMILIES = ("gpt2", *LLAMA_LIKE)
+
+
 def make_tiny(kind: str) -> Tiny:
     transformers = pytest.importorskip("transformers")
     torch.manual_seed(11)
+    shared = {
+        "vocab_size": 211, "bos_token_id": 0, "eos_token_id": 1, "initializer_range": 0.15,
+    }  # fmt: skip
     if kind == "gpt2":
-        config = transformers.GPT2Config(
-            vocab_size=211, n_embd=64, n_layer=2, n_head=4, n_positions=1024,
-            bos_token_id=0, eos_token_id=1, initializer_range=0.15,
-        )  # fmt: skip
+        config = transformers.GPT2Config(n_embd=64, n_layer=2, n_head=4, n_positions=1024, **shared)
         model = transformers.GPT2LMHeadModel(config)
     else:
-        config = transformers.LlamaConfig(
-            vocab_size=211, hidden_size=48, intermediate_size=96, num_hidden_layers=3,
-            num_attention_heads=6, num_key_value_heads=2, max_position_embeddings=1024,
-            bos_token_id=0, eos_token_id=1, tie_word_embeddings=False, initializer_range=0.15,
-        )  # fmt: skip
-        model = transformers.LlamaForCausalLM(config)
+        name, own = LLAMA_LIKE[kind]
+        options = {
+            "hidden_size": 48, "intermediate_size": 96, "num_hidden_layers": 3,
+            "num_attention_heads": 6, "num_key_value_heads": 2, "max_position_embeddings": 1024,
+            "tie_word_embeddings": False, **shared, **own,
+        }  # fmt: skip
+        config = getattr(transformers, f"{name}Config")(**options)
+        model = getattr(transformers, f"{name}ForCausalLM")(config)
     tensors = dict(model.eval().state_dict())
-    if kind == "gpt2":
+    if kind == "gpt2" or config.tie_word_embeddings:
         del tensors["lm_head.weight"]
-        tensors = {name.removeprefix("transformer."): t for name, t in tensors.items()}
+    tensors = {name.removeprefix("transformer."): t for name, t in tensors.items()}
+    for name, tensor in tensors.items():
+        if name.endswith("bias"):
+            tensor.normal_(std=0.1)  # fresh models have zeros there
     return Tiny(model, read_config(config.to_dict()), DictSource(tensors))
 
 

@@ -12,7 +12,7 @@ from stairs.config import CacheConfig, EngineConfig, SamplingParams
 from stairs.engine.build import build_engine
 from stairs.engine.core import Engine
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("all_threads")]
 
 PROMPTS = (
     "The capital of France is",

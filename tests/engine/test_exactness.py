@@ -6,7 +6,9 @@ or not. A row of the matrix that differs is a wrong pair somewhere, never roundi
 
 from __future__ import annotations
 
+import itertools
 import random
+from pathlib import Path
 
 import pytest
 import torch
@@ -14,6 +16,7 @@ import torch
 from harness import GREEDY, Tiny, generate, run_all
 from stairs.config import SamplingParams
 from stairs.engine.core import Engine
+from stairs.engine.prefix_files import load_prefix, save_prefix
 
 NUM_TOKENS = 12
 SAMPLING = SamplingParams(temperature=0.0, max_tokens=NUM_TOKENS, ignore_eos=True)
@@ -28,10 +31,9 @@ def make_prompt(seed: int, length: int) -> list[int]:
 PROMPT = make_prompt(1, PREFIX) + make_prompt(2, OWN)
 
 
-@pytest.fixture(scope="module")
-def no_cache(tiny: Tiny) -> list[int]:
+def without_cache(model: Tiny) -> list[int]:
     """Each token from a fresh pass over everything before it; scores fully materialised."""
-    engine = tiny.engine(enable_prefix_caching=False, attention_backend="reference")
+    engine = model.engine(enable_prefix_caching=False, attention_backend="reference")
     tokens = list(PROMPT)
     one = SamplingParams(temperature=0.0, max_tokens=1, ignore_eos=True)
     for _ in range(NUM_TOKENS):
@@ -40,12 +42,29 @@ def no_cache(tiny: Tiny) -> list[int]:
     return tokens[len(PROMPT) :]
 
 
-def warm(engine: Engine, prefix: str) -> None:
+@pytest.fixture(scope="module")
+def no_cache(tiny: Tiny) -> list[int]:
+    return without_cache(tiny)
+
+
+@pytest.fixture(scope="module")
+def family_no_cache(family: Tiny) -> list[int]:
+    return without_cache(family)
+
+
+def warm(model: Tiny, engine: Engine, prefix: str, folder: Path) -> None:
     if prefix == "pinned":
         engine.add_prefix("system", PROMPT[:PREFIX])
         run_all(engine)
     elif prefix == "hit":
         generate(engine, [*PROMPT[:PREFIX], 5, 6, 7], SAMPLING)
+    elif prefix == "from disk":
+        other = model.engine()
+        other.add_prefix("system", PROMPT[:PREFIX])
+        run_all(other)
+        save_prefix(other, "system", file=folder / "system")
+        generate(engine, [3] * 50, SAMPLING)
+        load_prefix(engine, "system", PROMPT[:PREFIX], file=folder / "system")
 
 
 def check_records(engine: Engine) -> None:
@@ -55,13 +74,12 @@ def check_records(engine: Engine) -> None:
     assert total.kv_bytes_written == total.kv_bytes_written_counted
 
 
-@pytest.mark.parametrize("preempted", ["kept", "preempted"])
-@pytest.mark.parametrize("prefix", ["cold", "hit", "pinned"])
-@pytest.mark.parametrize("company", ["alone", "with seven"])
-@pytest.mark.parametrize("chunk", [16, 128, 512, 1024])
-def test_matrix(tiny: Tiny, no_cache, chunk, company, prefix, preempted) -> None:
-    engine = tiny.engine(prefill_chunk_size=chunk)
-    warm(engine, prefix)
+def check_variant(
+    model: Tiny, chunk: int, variant: tuple[str, str, str], folder: Path, wanted: list[int]
+) -> None:
+    company, prefix, preempted = variant
+    engine = model.engine(prefill_chunk_size=chunk)
+    warm(model, engine, prefix, folder)
     if company == "with seven":
         for i in range(7):
             shared = PREFIX if i % 2 else 0
@@ -78,13 +96,30 @@ def test_matrix(tiny: Tiny, no_cache, chunk, company, prefix, preempted) -> None
             engine.scheduler.preempt_newest()
 
     answers = run_all(engine, before_step=preempt_twice if preempted == "preempted" else None)
-    assert answers[request] == no_cache
+    assert answers[request] == wanted
     assert (sequence.num_preemptions > 0) == (preempted == "preempted")
     hit = PREFIX // 16 * 16 if prefix != "cold" or company == "with seven" else 0
-    assert sequence.num_cached_prompt <= hit and (
-        prefix == "cold" or sequence.num_cached_prompt == hit
-    )
+    assert sequence.num_cached_prompt <= hit
+    assert prefix == "cold" or sequence.num_cached_prompt == hit
     check_records(engine)
+
+
+VARIANTS = list(
+    itertools.product(
+        ("alone", "with seven"), ("cold", "hit", "pinned", "from disk"), ("kept", "preempted")
+    )
+)
+
+
+@pytest.mark.parametrize("variant", VARIANTS, ids="-".join)
+@pytest.mark.parametrize("chunk", [16, 128, 512, 1024])
+def test_matrix(tiny: Tiny, no_cache, chunk, variant, tmp_path: Path) -> None:
+    check_variant(tiny, chunk, variant, tmp_path, no_cache)
+
+
+@pytest.mark.parametrize("variant", VARIANTS, ids="-".join)
+def test_matrix_of_each_family(family: Tiny, family_no_cache, variant, tmp_path: Path) -> None:
+    check_variant(family, 48, variant, tmp_path, family_no_cache)
 
 
 @pytest.mark.parametrize("backend", ["reference", "online", "auto"])
