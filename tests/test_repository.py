@@ -198,3 +198,17 @@ def test_quoted_output_is_what_was_recorded() -> None:
     for command, output in quoted:
         assert output == newest[command]["output"], command
         assert newest[command]["commit"] and newest[command]["machine"] and newest[command]["date"]
+
+
+def test_every_test_that_a_document_names_exists() -> None:
+    """`tests/room/test_file.py` and `tests/room/test_file.py::test_name`."""
+    named = {
+        match.groups()
+        for path in DOCS
+        for match in re.finditer(r"`(tests/[\w/]+(?:\.py)?)(?:::(\w+))?`", path.read_text("utf-8"))
+    }
+    assert len(named) > 10
+    for file, test in named:
+        assert (ROOT / file).exists(), file
+        if test:
+            assert f"def {test}(" in (ROOT / file).read_text("utf-8"), f"{file}::{test}"
