@@ -1,6 +1,7 @@
 # make run     install Stairs, fetch the default model and watch it work
 # make test    run the tests          make check   format, lint, types, import rules
 # make bench   measure this machine   make coverage  the tests, and the lines they reach
+# make quotes  quote anew in the docs what our commands print
 # make clean   remove .venv and every cache
 #
 # Needs Python >= 3.11 and nothing else. PYTHON=python3.12 picks another interpreter.
@@ -9,7 +10,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 INSTALL := pyproject.toml constraints.txt scripts/install.py
 
-.PHONY: run test coverage check bench clean
+.PHONY: run test coverage check bench quotes clean
 
 run: .venv/.run
 	@$(BIN)/stairs pull
@@ -29,7 +30,13 @@ check: .venv/.dev
 	$(BIN)/python -c 'from importlinter.cli import lint_imports_command as lint; lint()'
 
 bench: .venv/.run
-	@for file in bench/*.py; do echo "$$file"; $(BIN)/python $$file || exit 1; done
+	@$(BIN)/python bench/first_token.py
+	@$(BIN)/python bench/step_time.py
+	@$(BIN)/python bench/attention.py --cpu
+
+# Runs what the documents quote again, and puts the new output into them.
+quotes: .venv/.run
+	@$(BIN)/python bench/quoted.py
 
 clean:
 	rm -rf .venv .mypy_cache .pytest_cache .ruff_cache .import_linter_cache .hypothesis build
