@@ -49,6 +49,7 @@ class Server:
             self.log.append(line)
             if match := re.search(pattern, line):
                 return match
+        self.stop_when_done()
         raise AssertionError("the server ended:\n" + "".join(self.log))
 
     def metric(self, name: str, **labels: str) -> float:

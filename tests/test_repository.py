@@ -40,6 +40,7 @@ TORCH_FREE = [
     "stairs.checkpoints.configs",
     "stairs.engine.scheduler",
     "stairs.engine.sequence",
+    "stairs.server.run",  # the HTTP process: all of server but engine_process
     *(name for name in MODULES if name.split(".")[1] in TORCH_FREE_ROOMS),
 ]
 
