@@ -6,6 +6,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from stairs.attention.flash import flash_attention, flash_attention_varlen
     from stairs.config import SamplingParams
     from stairs.llm import LLM
     from stairs.outputs import RequestOutput
@@ -17,9 +18,17 @@ _HOME = {
     "LLM": "stairs.llm",
     "RequestOutput": "stairs.outputs",
     "SamplingParams": "stairs.config",
+    "flash_attention": "stairs.attention.flash",
+    "flash_attention_varlen": "stairs.attention.flash",
 }
 
-__all__ = ["LLM", "RequestOutput", "SamplingParams"]
+__all__ = [
+    "LLM",
+    "RequestOutput",
+    "SamplingParams",
+    "flash_attention",
+    "flash_attention_varlen",
+]
 
 
 def __getattr__(name: str) -> Any:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from stairs.errors import ConfigError, InvalidRequestError
 
@@ -17,6 +17,7 @@ __all__ = [
     "MAX_CHOICES",
     "MAX_LOGPROBS",
     "CacheConfig",
+    "DeviceName",
     "EngineConfig",
     "MLAConfig",
     "MoEConfig",
@@ -30,6 +31,7 @@ MAX_CHOICES = 128
 MAX_LOGPROBS = 20
 
 AttentionBackend = Literal["auto", "reference", "online", "cpu", "triton"]
+DeviceName = Literal["auto", "cpu", "cuda"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -188,6 +190,8 @@ class EngineConfig:
     # Bytes that a dense copy of the weights may take; beyond, they stay packed as in the file.
     dense_weights_memory_bytes: int | None = None
     attention_backend: AttentionBackend = "auto"
+    device: DeviceName = "auto"  # a supported GPU if there is one
+    gpu_memory_utilization: float = 0.9  # share of a card's memory that everything may take
     seed: int | None = None  # of requests without their own; None: another at every start
     cache: CacheConfig = field(default_factory=CacheConfig)
 
@@ -214,6 +218,16 @@ class EngineConfig:
             raise ConfigError(
                 f"dtype {self.dtype!r} is unknown; one of auto, {', '.join(DTYPE_BYTES)}",
                 param="dtype",
+            )
+        if self.device not in get_args(DeviceName):
+            raise ConfigError(
+                f"device {self.device!r} is unknown; one of {', '.join(get_args(DeviceName))}",
+                param="device",
+            )
+        if not 0 < self.gpu_memory_utilization <= 1:
+            raise ConfigError(
+                f"gpu_memory_utilization {self.gpu_memory_utilization} must lie in (0, 1]",
+                param="gpu_memory_utilization",
             )
 
     @property

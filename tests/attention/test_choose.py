@@ -18,7 +18,10 @@ from stairs.errors import ConfigError
         ({"backend": "cpu", "max_q": 1}, "cpu"),
         ({"backend": "online"}, "online"),
         ({"backend": "reference", "device": "cuda"}, "reference"),
-        ({"device": "cuda"}, "online"),
+        ({"device": "cuda"}, "triton"),
+        ({"device": "cuda", "backend": "online"}, "online"),
+        ({"device": "cuda", "triton_lacks": "the kernels have no float64"}, "online"),
+        ({"device": "mps"}, "online"),
     ],
 )
 def test_what_is_chosen(asked: dict[str, object], chosen: str) -> None:
@@ -32,6 +35,11 @@ def test_what_is_chosen(asked: dict[str, object], chosen: str) -> None:
     [
         ({"backend": "flash"}, "attention_backend 'flash' is unknown; one of auto, reference"),
         ({"backend": "cpu", "device": "cuda"}, "attention_backend cpu does not run on cuda"),
+        ({"backend": "triton"}, "attention_backend triton does not run on cpu"),
+        (
+            {"backend": "triton", "device": "cuda", "triton_lacks": "the card is older"},
+            "attention_backend triton cannot run this: the card is older",
+        ),
     ],
 )
 def test_what_is_refused(asked: dict[str, str], message: str) -> None:

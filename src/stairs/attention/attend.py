@@ -7,10 +7,13 @@ compute softmax(scale * Q K^T) V over the same pairs, and add what their loops v
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 from torch import Tensor
 
 from stairs.attention.choose import SHORT_ROWS, choose
+from stairs.attention.devices import cutter_for, triton_supports
 from stairs.attention.gathered import attend_long
 from stairs.attention.meta import AttnMeta, LayerKV
 from stairs.attention.online import paged_online
@@ -18,7 +21,7 @@ from stairs.attention.pages import write_kv
 from stairs.attention.reference import paged_reference
 from stairs.errors import ConfigError
 
-__all__ = ["attend", "write_kv"]
+__all__ = ["attend", "attend_written", "cut", "write_kv"]
 
 
 def attend(
@@ -39,10 +42,15 @@ def attend(
     _check(q, k, v, layer_kv)
     if scale is None:
         scale = q.shape[-1] ** -0.5
-    choice = choose(backend=backend, device=q.device.type, max_q=meta.max_q)
+    on_gpu = q.device.type == "cuda"
+    lacks = triton_supports(q.device, q.dtype, q.shape[2]) if on_gpu else None
+    choice = choose(backend=backend, device=q.device.type, max_q=meta.max_q, triton_lacks=lacks)
     out = torch.empty_like(q, memory_format=torch.contiguous_format)
     if choice.implementation == "cpu":
         _attend_cpu(q, k, v, layer_kv, meta, scale=scale, out=out)
+        return out
+    if choice.implementation == "triton":
+        _attend_triton(q, k, v, layer_kv, meta, scale=scale, out=out)
         return out
     write_kv(k, v, layer_kv, meta)
     if choice.implementation == "reference":
@@ -60,6 +68,37 @@ def _attend_cpu(
     write_and_attend_short(q, k, v, layer_kv, meta, scale=scale, out=out)
     if meta.max_q >= SHORT_ROWS:
         attend_long(q, layer_kv, meta, scale=scale, out=out)
+
+
+def _attend_triton(
+    q: Tensor, k: Tensor, v: Tensor, layer_kv: LayerKV, meta: AttnMeta, *, scale: float, out: Tensor
+) -> None:
+    from stairs.attention.triton_paged import attend_paged, write_pages  # Triton, only on a GPU
+
+    if not q.shape[0]:
+        return
+    write_pages(k, v, layer_kv, meta)
+    attend_paged(q, layer_kv, meta if meta.work else cut(q, layer_kv, meta), scale=scale, out=out)
+
+
+def attend_written(
+    q: Tensor, layer_kv: LayerKV, meta: AttnMeta, *, scale: float | None = None
+) -> Tensor:
+    """``attend`` on a GPU for a step whose K and V are in the pages and whose work is cut."""
+    from stairs.attention.triton_paged import attend_paged
+
+    assert meta.work
+    out = torch.empty_like(q, memory_format=torch.contiguous_format)
+    attend_paged(q, layer_kv, meta, scale=q.shape[-1] ** -0.5 if scale is None else scale, out=out)
+    return out
+
+
+def cut(q: Tensor, layer_kv: LayerKV, meta: AttnMeta) -> AttnMeta:
+    """``meta`` with its work: for calls whose batch did not bring it. Waits for the device."""
+    _, kv_heads, _, head_dim = layer_kv.k.shape
+    cutter = cutter_for(q.shape[1], kv_heads, head_dim, dtype=q.dtype, device=q.device)
+    num_q = meta.cu_q.diff().cpu().numpy().astype("int64")
+    return replace(meta, work=cutter(num_q, meta.kv_len.cpu().numpy().astype("int64")))
 
 
 def _check(q: Tensor, k: Tensor, v: Tensor, layer_kv: LayerKV) -> None:

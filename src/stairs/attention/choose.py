@@ -19,13 +19,14 @@ ROW_GROUP = 192
 SDPA_TILE = (64, 512)  # queries x keys that torch's CPU kernel holds a thread, from its source
 KEY_TILE = 64  # keys of one step of the Numba kernel: K and V of both stay in the first cache
 
-Implementation = Literal["reference", "online", "cpu"]
+Implementation = Literal["reference", "online", "cpu", "triton"]
 
 # How often a pass over scores leaves the inner loop for memory, by implementation.
 IMPLEMENTATIONS: dict[Implementation, tuple[str, ...]] = {
     "reference": ("QK^T", "softmax", "times V"),
     "online": ("QK^T, softmax and times V, tile by tile",),
     "cpu": ("QK^T, softmax and times V, tile by tile",),
+    "triton": ("QK^T, softmax and times V, tile by tile",),
 }
 
 
@@ -57,9 +58,12 @@ def choose(
     max_q: int = 1,
     group_size: int = 1,
     num_threads: int = 1,
+    triton_lacks: str | None = None,
+    triton_tile: tuple[int, int] = (128, 64),
 ) -> Choice:
     """The implementation for a call on ``device`` whose longest sequence feeds ``max_q`` rows.
 
+    ``triton_lacks``: what keeps our GPU kernels from this call, if something does.
     Raises ConfigError for a backend that is unknown or does not run on the device.
     """
     if backend not in ("auto", *IMPLEMENTATIONS):
@@ -67,12 +71,19 @@ def choose(
             f"attention_backend {backend!r} is unknown; one of auto, {', '.join(IMPLEMENTATIONS)}",
             param="attention_backend",
         )
-    if backend == "cpu" and device != "cpu":
+    home = {"cpu": "cpu", "triton": "cuda"}.get(backend, device)
+    if home != device:
         raise ConfigError(
-            f"attention_backend cpu does not run on {device}", param="attention_backend"
+            f"attention_backend {backend} does not run on {device}", param="attention_backend"
+        )
+    if backend == "triton" and triton_lacks:
+        raise ConfigError(
+            f"attention_backend triton cannot run this: {triton_lacks}", param="attention_backend"
         )
     if backend == "reference":
         return Choice("reference", Tile(), "asked for: the whole score matrix is materialised")
+    if device == "cuda" and backend != "online" and not triton_lacks:
+        return Choice("triton", Tile(*triton_tile), "Triton over pages in place, K/V ranges merged")
     if backend == "online" or device != "cpu":
         return Choice("online", Tile(128, 128), "tiles of 128 queries x 128 keys in torch")
     if max_q < SHORT_ROWS:

@@ -12,7 +12,9 @@ from typing import ClassVar
 
 from torch import Tensor
 
-__all__ = ["AttnMeta", "LayerKV"]
+from stairs.attention.tiles import TritonTile
+
+__all__ = ["AttnMeta", "LayerKV", "WorkList"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,6 +30,19 @@ class LayerKV:
 
 
 @dataclass(frozen=True, slots=True)
+class WorkList:
+    """What GPU programs of one tile do, fields as in attention/work.py. W and M are capacities:
+    ``numbers`` on the device says how many entries and merges there are."""
+
+    tile: TritonTile
+    entries: Tensor  # (W, 8) int32
+    merges: Tensor  # (M, 8) int32
+    numbers: Tensor  # (2,) int32
+    num_partials: int  # capacity of the workspace, in tiles
+    most_partials: int  # of one merge
+
+
+@dataclass(frozen=True, slots=True)
 class AttnMeta:
     """Query i of sequence s (0-based, q_len of them) sits at position kv_len[s] - q_len + i
     and sees keys 0 .. that position: bottom-right aligned causal mask."""
@@ -39,6 +54,8 @@ class AttnMeta:
     counts: Tensor  # (S, 3) int64  the kernels add what their loops visited; columns below
     max_q: int  # host ints: bounds that choose an implementation, never a sync
     max_kv: int
+    work: tuple[WorkList, ...] = ()  # for a GPU: built with the batch
+    counting: bool = True  # GPU kernels count only for tests and ``verify``; a CPU's always do
 
     # Columns of ``counts``, each summed over layers. Pairs: over query heads too.
     PAIRS: ClassVar[int] = 0

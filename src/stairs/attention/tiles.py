@@ -1,0 +1,103 @@
+"""Tiles of the Triton kernels: a pure function of shapes and of the card, measurements beside it.
+
+A tile is (rows x keys) of scores; what it costs on chip is its K and V stages and its queries.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+__all__ = ["CARDS", "Card", "TritonTile", "flash_tile", "paged_tiles"]
+
+KIB = 1024
+
+
+@dataclass(frozen=True, slots=True)
+class Card:
+    """What a tile choice depends on. ``shared``: bytes one program may take."""
+
+    capability: int  # 90 is sm_90
+    shared: int
+    num_sms: int = 132
+
+
+# Shared memory of one block, CUDA C++ programming guide, table of compute capabilities.
+CARDS = {
+    80: Card(80, 163 * KIB, 108),
+    86: Card(86, 99 * KIB, 84),
+    89: Card(89, 99 * KIB, 142),
+    90: Card(90, 227 * KIB, 132),
+    100: Card(100, 227 * KIB, 148),
+    120: Card(120, 99 * KIB, 170),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class TritonTile:
+    rows: int
+    keys: int
+    num_warps: int
+    num_stages: int
+    per_sm: int = 1  # programs that one SM holds at a time
+
+    @property
+    def tall(self) -> bool:
+        """Worth a loop of its own for keys that all rows see."""
+        return self.num_warps >= 4 and self.rows >= 64
+
+
+def _padded(head_dim: int) -> int:
+    return max(16, 1 << (head_dim - 1).bit_length())
+
+
+def paged_tiles(
+    head_dim: int, group: int, *, itemsize: int, card: Card
+) -> tuple[TritonTile, TritonTile]:
+    """(short, tall): the tile of sequences whose rows fit one product, and of the others.
+
+    Page ids take a stage of their own, so 2n + 1 stages hold n tiles of K and V. Measured on an
+    H200 in bfloat16 over 6 head shapes x 9 batches (bench/records/attention-h200.jsonl).
+    """
+    rows = min(max(16, 1 << (group - 1).bit_length()), 64)
+    padded = _padded(head_dim)
+    if itemsize == 4:
+        keys = 32 if padded <= 128 else 16
+        return TritonTile(rows, keys, 4, 1, per_sm=2), TritonTile(32, keys, 4, 1)
+    if padded <= 64:
+        short = TritonTile(rows, 64, 2, 5, per_sm=4)
+    elif padded == 128:
+        short = TritonTile(rows, 64, 4, 5, per_sm=2)
+    else:
+        short = TritonTile(rows, 32, 4, 5 if card.shared > 99 * KIB else 3, per_sm=2)
+    return short, _tall(padded, card)
+
+
+def _tall(padded: int, card: Card) -> TritonTile:
+    if padded <= 64:
+        return TritonTile(128, 64, 8, 5)
+    if padded == 128:
+        return TritonTile(128, 64, 8, 5 if card.shared > 99 * KIB else 3)
+    if card.shared > 99 * KIB:
+        return TritonTile(128, 32, 8, 5)
+    return TritonTile(64, 32, 4, 3)
+
+
+def flash_tile(head_dim: int, *, causal: bool, num_q: int, itemsize: int, card: Card) -> TritonTile:
+    """The tile of the contiguous kernel for sequences of up to ``num_q`` queries.
+
+    Measured on an H200 in bfloat16, 512 to 16384 queries (bench/records/attention-h200.jsonl).
+    """
+    padded = _padded(head_dim)
+    if itemsize == 4:
+        return TritonTile(32, 32 if padded <= 128 else 16, 4, 1)
+    if padded <= 64:
+        small = num_q <= 1024 and causal
+        return TritonTile(64, 64, 4, 2) if small else TritonTile(128, 64, 8, 3)
+    wide = card.shared >= 227 * KIB
+    if padded == 128:
+        if num_q <= 1024 and (causal or num_q <= 512):
+            return TritonTile(64, 64, 4, 3 if card.shared > 99 * KIB else 2)
+        return TritonTile(128, 128, 8, 3) if wide else TritonTile(128, 64, 8, 2)
+    if wide:
+        return TritonTile(128, 64, 8, 2)
+    return TritonTile(128, 32, 8, 2) if card.shared > 99 * KIB else TritonTile(64, 16, 4, 2)
