@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from stairs.attention.meta import AttnMeta
+from stairs.attention.work import Cutter
 from stairs.engine.scheduler import StepPlan
 from stairs.engine.sequence import Sequence, Status
 
@@ -44,10 +45,18 @@ class Batch:
     """Block tables of up to ``max_num_seqs`` sequences of at most ``max_blocks`` blocks."""
 
     def __init__(
-        self, max_num_seqs: int, max_blocks: int, *, block_size: int, device: torch.device
+        self,
+        max_num_seqs: int,
+        max_blocks: int,
+        *,
+        block_size: int,
+        device: torch.device,
+        cutter: Cutter | None = None,
     ) -> None:
         self.block_size = block_size
         self.device = device
+        self.cutter = cutter
+        self.counting = cutter is None  # kernels that are cut for count only when asked
         self._table = np.full((max_num_seqs, max_blocks), -1, dtype=np.int32)
         self._rows: dict[Sequence, int] = {}
         self._filled: dict[Sequence, int] = {}  # blocks of each sequence already in its row
@@ -81,6 +90,8 @@ class Batch:
             counts=torch.zeros((len(sequences), 3), dtype=torch.int64, device=self.device),
             max_q=int(num_new.max()),
             max_kv=int(kv_len.max()),
+            work=() if self.cutter is None else self.cutter(num_new, kv_len),
+            counting=self.counting,
         )
         return StepBatch(
             ids=self._tensor(ids),
@@ -97,7 +108,10 @@ class Batch:
         )
 
     def _tensor(self, array: np.ndarray) -> Tensor:
-        return torch.from_numpy(np.ascontiguousarray(array)).to(self.device)
+        tensor = torch.from_numpy(np.ascontiguousarray(array))
+        if self.device.type == "cuda":  # from pinned memory the copy does not wait
+            return tensor.pin_memory().to(self.device, non_blocking=True)
+        return tensor
 
     def _row(self, sequence: Sequence) -> int:
         if sequence not in self._rows:

@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
+import logging
+from dataclasses import replace
+
 import torch
 
 from stairs.accounting.weights import stored_weight_bytes
+from stairs.attention.devices import cuda_problem, cutter_for, triton_supports
+from stairs.attention.work import Cutter
 from stairs.cache.paged_kv import PagedKV
 from stairs.checkpoints.tensors import TensorSource, fingerprint
 from stairs.config import DTYPE_BYTES, EngineConfig, ModelConfig
+from stairs.engine.capacity import measure_capacity
 from stairs.engine.core import Engine
 from stairs.engine.resolve import resolve
+from stairs.errors import ConfigError
 from stairs.models.registry import build_model
 
 __all__ = ["build_engine"]
@@ -18,19 +25,27 @@ __all__ = ["build_engine"]
 def build_engine(
     model_config: ModelConfig, tensors: TensorSource, config: EngineConfig | None = None
 ) -> Engine:
-    """Load the weights and allocate the pool. Raises ConfigError before either if it cannot fit."""
-    config = resolve(model_config, config or EngineConfig())
-    device = torch.device("cpu")
-    dense_budget = config.dense_weights_memory_bytes
-    assert dense_budget is not None
+    """Load the weights and allocate the pool. Raises ConfigError before either if it cannot fit,
+    on a GPU before the pool: there the largest step is run and measured first."""
+    config = _placed(config or EngineConfig())
+    device = torch.device(config.device)
+    config = resolve(model_config, config)
     model = build_model(
         model_config,
         tensors,
         dtype=getattr(torch, config.dtype),
         device=device,
         attention_backend=config.attention_backend,
-        packed=stored_weight_bytes(model_config, DTYPE_BYTES[config.dtype]) > dense_budget,
+        packed=_stays_packed(model_config, config),
     )
+    cutter = _cutter(model_config, config, device)
+    capacity = None
+    if device.type == "cuda":
+        capacity = measure_capacity(
+            model, cutter, model_config=model_config, config=config, device=device
+        )
+        cache = replace(config.cache, num_blocks=capacity.num_blocks)
+        config = replace(config, cache=cache)
     assert config.cache.num_blocks is not None
     kv = PagedKV(
         config.cache.num_blocks,
@@ -47,4 +62,39 @@ def build_engine(
         model_config=model_config,
         config=config,
         fingerprint=fingerprint(model_config, tensors),
+        cutter=cutter,
+        capacity=capacity,
     )
+
+
+def _placed(config: EngineConfig) -> EngineConfig:
+    """``config`` on the GPU if there is one that we support and nothing asks for the CPU."""
+    if config.device == "cpu" or (config.device == "auto" and config.attention_backend == "cpu"):
+        return replace(config, device="cpu")
+    problem = cuda_problem()
+    if problem is None:
+        return replace(config, device="cuda")
+    if config.device == "cuda":
+        raise ConfigError(problem or "device cuda: no NVIDIA GPU is visible", param="device")
+    if problem:
+        logging.getLogger(__name__).warning(problem)
+    return replace(config, device="cpu")
+
+
+def _stays_packed(model_config: ModelConfig, config: EngineConfig) -> bool:
+    """Whether a dense copy of the weights would take more than it may. On a GPU it never stays:
+    a quantised file becomes the engine's dtype there."""
+    budget = config.dense_weights_memory_bytes
+    assert budget is not None
+    too_large = stored_weight_bytes(model_config, DTYPE_BYTES[config.dtype]) > budget
+    return too_large and config.device == "cpu"
+
+
+def _cutter(model_config: ModelConfig, config: EngineConfig, device: torch.device) -> Cutter | None:
+    """Of the steps that our kernels attend to; None where another implementation does."""
+    c, dtype = model_config, getattr(torch, config.dtype)
+    if device.type != "cuda" or config.attention_backend not in ("auto", "triton"):
+        return None
+    if triton_supports(device, dtype, c.head_dim) is not None:
+        return None
+    return cutter_for(c.num_heads, c.num_kv_heads, c.head_dim, dtype=dtype, device=device)

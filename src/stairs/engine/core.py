@@ -19,11 +19,13 @@ from torch import Tensor
 from stairs.accounting import costs
 from stairs.accounting.record import ROW, Ledger, Phase, StepRecord, Totals
 from stairs.attention.meta import AttnMeta
+from stairs.attention.work import Cutter
 from stairs.cache.blocks import BlockPool
 from stairs.cache.paged_kv import PagedKV
 from stairs.cache.prefix import Pin, PrefixCache
 from stairs.config import EngineConfig, ModelConfig, SamplingParams
 from stairs.engine.batch import Batch, StepBatch
+from stairs.engine.capacity import Capacity
 from stairs.engine.runner import Runner
 from stairs.engine.sampling import sample, token_logprobs
 from stairs.engine.scheduler import Scheduler, StepPlan
@@ -52,11 +54,14 @@ class Engine:
         model_config: ModelConfig,
         config: EngineConfig,
         fingerprint: str,
+        cutter: Cutter | None = None,
+        capacity: Capacity | None = None,
     ) -> None:
         assert config.cache.num_blocks is not None and config.max_model_len is not None
         self.model_config = model_config
         self.fingerprint = fingerprint  # of the weights: checkpoints.tensors
         self.config = config
+        self.capacity = capacity  # of the card; None on a CPU
         self.max_model_len = config.max_model_len
         self.kv = kv
         self.pool = BlockPool(config.cache.num_blocks)
@@ -70,6 +75,7 @@ class Engine:
             costs.blocks_for(self.max_model_len, config.cache.block_size),
             block_size=config.cache.block_size,
             device=kv.layers[0].k.device,
+            cutter=cutter,
         )
         self._live: dict[int, list[Sequence]] = {}  # unfinished answers of each request
         self._seeds = random.Random(config.seed)
@@ -221,16 +227,15 @@ class Engine:
         if not plan.work:
             return []
         batch = self._batch.build(plan)
-        launched = time.perf_counter()
-        hidden = self.runner.forward(batch)
-        logits = self.runner.logits(hidden[batch.logit_rows])
-        forwarded = time.perf_counter()
+        with self.runner.stopwatch as forwarded:
+            hidden = self.runner.forward(batch)
+            logits = self.runner.logits(hidden[batch.logit_rows])
         self._score_prompts(batch, hidden)
         tokens, logprobs = sample(logits, batch.sampled)
         rows = self._rows(plan, batch)
         done = self.scheduler.commit(plan, tokens)
         self.kv.copy(done.copies)
-        device_seconds = forwarded - launched
+        device_seconds = forwarded.seconds()
         self._num_steps += 1
         self.ledger.append(
             StepRecord(
@@ -287,7 +292,7 @@ class Engine:
             for start in range(scored.start, scored.end, SCORED_ROWS):
                 rows = hidden[start : min(start + SCORED_ROWS, scored.end)]
                 first = len(sequence.prompt_logprobs) + 1
-                tokens = torch.tensor(sequence.tokens[first : first + len(rows)])
+                tokens = torch.tensor(sequence.tokens[first : first + len(rows)]).to(rows.device)
                 wanted = [sequence.sampling.prompt_logprobs] * len(rows)
                 scores = token_logprobs(self.runner.logits(rows).float(), tokens, wanted)
                 sequence.prompt_logprobs += [score for score in scores if score is not None]

@@ -24,7 +24,11 @@ CPU_POOL_FRACTION = 0.25
 def resolve(
     model_config: ModelConfig, config: EngineConfig, *, memory: int | None = None
 ) -> EngineConfig:
-    """``config`` with every "auto" and None replaced. ``memory``: bytes free, None to ask."""
+    """``config`` with every "auto" and None replaced. ``memory``: bytes free, None to ask.
+
+    On ``device`` cuda the blocks stay None unless they or their bytes were given: what is free is
+    measured once the weights are there. Any other device, "auto" too, is read as a CPU.
+    """
     context = model_config.context_length
     max_model_len = config.max_model_len or context
     if max_model_len > context:
@@ -33,13 +37,15 @@ def resolve(
             f"computes exactly",
             param="max_model_len",
         )
-    dtype = "float32" if config.dtype == "auto" else config.dtype
+    on_gpu = config.device == "cuda"
+    own_dtype = "bfloat16" if on_gpu else "float32"
+    dtype = own_dtype if config.dtype == "auto" else config.dtype
     cache = config.cache
     kv_dtype = dtype if cache.dtype == "auto" else cache.dtype
     block_bytes = cache.block_size * costs.kv_bytes_per_token(model_config, DTYPE_BYTES[kv_dtype])
     free = available_memory() if memory is None else memory
     num_blocks = cache.num_blocks
-    if num_blocks is None:
+    if num_blocks is None and (cache.memory_bytes is not None or not on_gpu):
         most = config.max_num_seqs * costs.blocks_for(max_model_len, cache.block_size)
         budget = cache.memory_bytes
         if budget is None:

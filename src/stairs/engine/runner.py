@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import time
+from types import TracebackType
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -9,7 +13,40 @@ from stairs.cache.paged_kv import PagedKV
 from stairs.engine.batch import StepBatch
 from stairs.models.registry import Model
 
-__all__ = ["Runner"]
+__all__ = ["Runner", "Stopwatch"]
+
+
+class Stopwatch:
+    """Seconds that a device works on what is launched within ``with``; on a GPU they are read
+    from its own clock, and asking waits for it."""
+
+    def __init__(self, device: torch.device) -> None:
+        make: type[Any] = torch.cuda.Event
+        on_gpu = device.type == "cuda"
+        self._events = [make(enable_timing=True) for _ in range(2)] if on_gpu else []
+        self._begun = self._ended = 0.0
+
+    def __enter__(self) -> Stopwatch:
+        self._begun = time.perf_counter()
+        if self._events:
+            self._events[0].record()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._ended = time.perf_counter()
+        if self._events:
+            self._events[1].record()
+
+    def seconds(self) -> float:
+        if not self._events:
+            return self._ended - self._begun
+        self._events[1].synchronize()
+        return float(self._events[0].elapsed_time(self._events[1])) / 1e3
 
 
 class Runner:
@@ -18,6 +55,7 @@ class Runner:
     def __init__(self, model: Model, kv: PagedKV) -> None:
         self.model = model
         self.kv = kv
+        self.stopwatch = Stopwatch(kv.layers[0].k.device)
 
     @torch.inference_mode()
     def forward(self, batch: StepBatch) -> Tensor:

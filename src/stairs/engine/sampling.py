@@ -61,6 +61,8 @@ def token_logprobs(
     own = logprobs.gather(1, tokens[asked][:, None])
     ranks = (logprobs > own).sum(dim=-1) + 1
     values, ids = logprobs.topk(min(max(num_top[row] or 0 for row in asked), logits.shape[1]))
+    # One wait for the device rather than one a number.
+    tokens, own, ranks, values, ids = (x.cpu() for x in (tokens, own, ranks, values, ids))
     for i, row in enumerate(asked):
         num = num_top[row]
         top = tuple(zip(ids[i, :num].tolist(), values[i, :num].tolist(), strict=True))

@@ -13,6 +13,7 @@ from torch import Tensor
 from stairs.attention.attend import attend
 from stairs.attention.meta import AttnMeta, LayerKV
 from stairs.config import ModelConfig
+from stairs.models.fused import add_norm
 from stairs.models.layers import ACTIVATIONS, LayerNorm, Linear
 from stairs.models.weights import Weights
 
@@ -46,13 +47,16 @@ class GPT2:
         """ids, positions (T,) -> hidden states (T, C) after the last norm; K/V are written."""
         c = self.config
         x = self.embedding(ids) + self.positions(positions)
-        for layer, layer_kv in zip(self.layers, kv, strict=True):
-            heads = layer.qkv(layer.attention_norm(x)).view(len(x), 3, c.num_heads, c.head_dim)
+        normed = self.layers[0].attention_norm(x)
+        norms = [*(layer.attention_norm for layer in self.layers[1:]), self.norm]
+        for layer, layer_kv, next_norm in zip(self.layers, kv, norms, strict=True):
+            heads = layer.qkv(normed).view(len(x), 3, c.num_heads, c.head_dim)
             q, k, v = heads.unbind(dim=1)
             out = attend(q, k, v, layer_kv, meta, backend=self.attention_backend)
-            x = x + layer.output(out.reshape(len(x), -1))
-            x = x + layer.down(ACTIVATIONS[c.activation](layer.up(layer.mlp_norm(x))))
-        return self.norm(x)
+            normed, x = add_norm(x, layer.output(out.reshape(len(x), -1)), layer.mlp_norm)
+            branch = layer.down(ACTIVATIONS[c.activation](layer.up(normed)))
+            normed, x = add_norm(x, branch, next_norm)
+        return normed
 
     def logits(self, hidden: Tensor) -> Tensor:
         """(R, C) -> (R, V)."""

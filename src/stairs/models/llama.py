@@ -11,10 +11,10 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from stairs.attention.attend import attend
 from stairs.attention.meta import AttnMeta, LayerKV
 from stairs.config import ModelConfig
-from stairs.models.layers import ACTIVATIONS, Linear, RMSNorm, Rotary, apply_rotary
+from stairs.models.fused import add_norm, attend_rotated, gated
+from stairs.models.layers import Linear, RMSNorm, Rotary
 from stairs.models.weights import Weights
 
 __all__ = ["Llama"]
@@ -24,8 +24,7 @@ __all__ = ["Llama"]
 class Layer:
     input_norm: RMSNorm
     qkv: Linear  # rows: H*D of q, G*D of k, G*D of v
-    q_norm: RMSNorm | None
-    k_norm: RMSNorm | None
+    qk_norms: tuple[RMSNorm, RMSNorm] | None
     output: Linear
     mlp_norm: RMSNorm
     gate_up: Linear  # rows: F of gate, F of up
@@ -57,29 +56,38 @@ class Llama:
     ) -> Tensor:
         """ids, positions (T,) -> hidden states (T, C) after the last norm; K/V are written."""
         x = self.embedding(ids)
-        cos, sin = self.rotary(positions)
-        for layer, layer_kv in zip(self.layers, kv, strict=True):
-            x = x + self._attention(layer, layer.input_norm(x), cos, sin, layer_kv, meta)
-            gate, up = layer.gate_up(layer.mlp_norm(x)).chunk(2, dim=-1)
-            x = x + layer.down(ACTIVATIONS[self.config.activation](gate) * up)
-        return self.norm(x)
+        rotation = self.rotary(positions)
+        normed = self.layers[0].input_norm(x)
+        norms = [*(layer.input_norm for layer in self.layers[1:]), self.norm]
+        for layer, layer_kv, next_norm in zip(self.layers, kv, norms, strict=True):
+            branch = self._attention(layer, normed, rotation, layer_kv, meta)
+            normed, x = add_norm(x, branch, layer.mlp_norm)
+            branch = layer.down(gated(layer.gate_up(normed), self.config.activation))
+            normed, x = add_norm(x, branch, next_norm)
+        return normed
 
     def logits(self, hidden: Tensor) -> Tensor:
         """(R, C) -> (R, V)."""
         return self.head(hidden)
 
     def _attention(
-        self, layer: Layer, x: Tensor, cos: Tensor, sin: Tensor, layer_kv: LayerKV, meta: AttnMeta
+        self,
+        layer: Layer,
+        x: Tensor,
+        rotation: tuple[Tensor, Tensor],
+        layer_kv: LayerKV,
+        meta: AttnMeta,
     ) -> Tensor:
         c = self.config
-        heads = layer.qkv(x).view(len(x), -1, c.head_dim)
-        kv_start, v_start = c.num_heads, c.num_heads + c.num_kv_heads
-        q, k, v = heads[:, :kv_start], heads[:, kv_start:v_start], heads[:, v_start:]
-        if layer.q_norm is not None and layer.k_norm is not None:
-            q, k = layer.q_norm(q), layer.k_norm(k)
-        if layer.rotates:
-            q, k = apply_rotary(q, cos, sin), apply_rotary(k, cos, sin)
-        out = attend(q, k, v, layer_kv, meta, backend=self.attention_backend)
+        out = attend_rotated(
+            layer.qkv(x).view(len(x), -1, c.head_dim),
+            rotation if layer.rotates else None,
+            layer.qk_norms,
+            layer_kv,
+            meta,
+            num_heads=c.num_heads,
+            backend=self.attention_backend,
+        )
         return layer.output(out.reshape(len(x), -1))
 
 
@@ -92,8 +100,7 @@ def _layer(c: ModelConfig, weights: Weights, index: int) -> Layer:
     return Layer(
         input_norm=norm("input_layernorm"),
         qkv=weights.linear(*(f"{attn}.{name}_proj" for name in "qkv"), bias=c.attention_bias),
-        q_norm=norm("self_attn.q_norm") if c.qk_norm else None,
-        k_norm=norm("self_attn.k_norm") if c.qk_norm else None,
+        qk_norms=(norm("self_attn.q_norm"), norm("self_attn.k_norm")) if c.qk_norm else None,
         output=weights.linear(f"{attn}.o_proj", bias=c.attention_output_bias),
         mlp_norm=norm("post_attention_layernorm"),
         gate_up=weights.linear(f"{mlp}.gate_proj", f"{mlp}.up_proj", bias=c.mlp_bias),
