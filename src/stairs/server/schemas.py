@@ -2,7 +2,7 @@
 
 A field that is not here is refused by name, so that nothing accepted is ignored; those under
 "without effect" are accepted because their meaning asks nothing of a server like this one. A null
-means "not given". Ranges of sampling fields are checked by SamplingParams, sizes here.
+means "not given". Ranges stand here too, so that /openapi.json tells them.
 """
 
 from __future__ import annotations
@@ -32,7 +32,9 @@ MAX_MESSAGES = 10_000
 Seed = Annotated[int, Field(ge=-(2**63), le=2**64 - 1)]
 Count = Annotated[int, Field(ge=0, le=2**31 - 1)]
 TokenId = Annotated[int, Field(ge=0, le=2**31 - 1)]
-Number = Annotated[float, Field(ge=-1e9, le=1e9)]
+Share = Annotated[float, Field(ge=0, le=1)]
+Penalty = Annotated[float, Field(ge=-2, le=2)]
+Bias = Annotated[float, Field(ge=-100, le=100)]
 StopText = Annotated[str, Field(min_length=1, max_length=MAX_STOP_CHARS)]
 Name = Annotated[str, Field(min_length=1, max_length=64, pattern=r"^[A-Za-z0-9_.-]+$")]
 Salt = Annotated[str, Field(min_length=1, max_length=256)]
@@ -59,10 +61,10 @@ class SamplingFields(Body):
     model: str | None = Field(None, max_length=512)
     stream: bool = False
     stream_options: StreamOptions | None = None
-    temperature: Number | None = None
-    top_p: Number | None = None
+    temperature: Annotated[float, Field(ge=0, le=100)] | None = None
+    top_p: Annotated[float, Field(gt=0, le=1)] | None = None
     top_k: Annotated[int, Field(ge=-1, le=2**31 - 1)] | None = None
-    min_p: Number | None = None
+    min_p: Share | None = None
     n: Annotated[int, Field(ge=1, le=128)] = 1
     seed: Seed | None = None
     stop: StopText | Annotated[list[StopText], Field(max_length=MAX_STOPS)] | None = None
@@ -70,11 +72,11 @@ class SamplingFields(Body):
     include_stop_str_in_output: bool = False
     skip_special_tokens: bool = True
     min_tokens: Count = 0
-    presence_penalty: Number = 0.0
-    frequency_penalty: Number = 0.0
-    repetition_penalty: Number | None = None
+    presence_penalty: Penalty = 0.0
+    frequency_penalty: Penalty = 0.0
+    repetition_penalty: Annotated[float, Field(gt=0, le=100)] | None = None
     logit_bias: (
-        Annotated[dict[Annotated[str, Field(pattern=r"^\d{1,9}$")], Number], Field(max_length=1024)]
+        Annotated[dict[Annotated[str, Field(pattern=r"^\d{1,9}$")], Bias], Field(max_length=1024)]
         | None
     ) = None
     ignore_eos: bool = False

@@ -15,7 +15,8 @@ function typeOf(schema) {
   if (many) return [...new Set(many.map(typeOf))].filter((name) => name !== "null").join(" | ");
   const name = schema.type === "array" ? `list of ${typeOf(schema.items) || "anything"}` : schema.type;
   const low = schema.minimum, high = schema.maximum;
-  return low !== undefined && high !== undefined ? `${name}, ${low} to ${high}` : name ?? "anything";
+  const told = low !== undefined && high < 1e6; // larger bounds are no news
+  return told ? `${name}, ${low} to ${high}` : name ?? "anything";
 }
 
 function fields(schema) {

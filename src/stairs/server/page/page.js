@@ -67,10 +67,11 @@ function cardOf(card) {
 
 function draw(turn) {
   const node = make("section", "turn");
-  const answer = make("p", "answer", turn.answer);
-  node.append(make("p", "mine", turn.question), answer);
+  const said = make("div", "said"), answer = make("p", "answer", turn.answer);
+  said.append(answer);
+  if (turn.error) said.append(make("p", "error", turn.error));
+  node.append(make("p", "mine", turn.question), said);
   if (turn.card) node.append(cardOf(turn.card));
-  if (turn.error) node.append(make("p", "error", turn.error));
   talk.append(node);
   return { node, answer };
 }
