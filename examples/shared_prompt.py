@@ -6,11 +6,13 @@ feeds only its own question, and their tokens stream together. `make run` runs t
 
 from __future__ import annotations
 
+import os
 import shutil
 import sys
 import textwrap
 import time
 from importlib.resources import files
+from pathlib import Path
 
 from stairs import LLM, RequestOutput, SamplingParams
 
@@ -35,14 +37,15 @@ def stream(llm: LLM, conversations: list[list[dict[str, str]]]) -> list[RequestO
     texts, outputs = [""] * num, {}
     print("\n" * (num if live else 0), end="")
     for event in llm.stream(conversations, ANSWER):
-        texts[event.prompt_index] += event.delta
-        outputs[event.prompt_index] = event.output
-        line = f"  {event.prompt_index + 1}  {' '.join(texts[event.prompt_index].split())}"
+        index = event.prompt_index
+        texts[index] += event.delta
+        outputs[index] = event.output
+        head, text = f"  {index + 1}  ", " ".join(texts[index].split())
         if live:
-            up, width = num - event.prompt_index, shutil.get_terminal_size().columns - 1
-            print(f"\033[{up}A\r\033[K{line[-width:]}\033[{up}B\r", end="", flush=True)
+            up, room = num - index, shutil.get_terminal_size().columns - len(head) - 1
+            print(f"\033[{up}A\r\033[K{head}{text[-room:]}\033[{up}B\r", end="", flush=True)
         elif event.finish_reason:
-            print(textwrap.fill(line, 96, subsequent_indent="     "), flush=True)
+            print(textwrap.fill(head + text, 96, subsequent_indent=" " * len(head)), flush=True)
     return [outputs[i] for i in range(num)]
 
 
@@ -77,6 +80,7 @@ def show_costs(outputs: list[RequestOutput], *, num_pinned_tokens: int) -> None:
 def main() -> None:
     begin = time.perf_counter()
     llm = LLM("smollm2")
+    llm.warm_up()
     print(f"smollm2 loaded in {time.perf_counter() - begin:.1f} s")
 
     text = files("stairs.text").joinpath("system_prompt.txt").read_text(encoding="utf-8")
@@ -99,11 +103,12 @@ def main() -> None:
     num_tokens = sum(len(output.outputs[0].token_ids) for output in outputs)
     print(f"\n{num_tokens} tokens in {seconds:.1f} s, {num_tokens / seconds:.0f} a second\n")
     show_costs(outputs, num_pinned_tokens=pin.num_pinned_tokens)
+    folder = "" if shutil.which("stairs") else f"{os.path.relpath(Path(sys.executable).parent)}/"
     print(
         "\nTry next:\n"
-        "  stairs compare smollm2   the same request with and without each technique\n"
-        "  stairs chat smollm2      talk with it\n"
-        "  python examples/why.py   eight questions, each answered by running it"
+        f"  {folder}stairs compare smollm2   the same request with and without each technique\n"
+        f"  {folder}stairs chat smollm2      talk with it\n"
+        f"  {folder}python examples/why.py   eight questions, each answered by running it"
     )
 
 
