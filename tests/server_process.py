@@ -18,17 +18,17 @@ ROOT = Path(__file__).parents[1]
 class Server:
     """``url``, ``http`` and ``openai`` are there once it is ready."""
 
-    def __init__(self, folder: Path, *arguments: str) -> None:
+    def __init__(self, model: Path, *arguments: str, python_path: Path = ROOT / "src") -> None:
         environment = {k: v for k, v in os.environ.items() if not k.startswith("STAIRS_")}
         environment |= {
-            "PYTHONPATH": str(ROOT / "src"),
-            "STAIRS_PREFIX_FOLDER": str(folder.parent / "prefixes"),
+            "PYTHONPATH": os.pathsep.join((str(python_path), str(ROOT / "src"))),
+            "STAIRS_PREFIX_FOLDER": str(model.parent / "prefixes"),
             "OMP_NUM_THREADS": "1",
             "NUMBA_NUM_THREADS": "1",
         }
         command = [sys.executable, "-c", "from stairs.cli import main; main()", "serve"]
         self.process = subprocess.Popen(
-            [*command, str(folder), "--port", "0", "--served-model-name", "tiny", *arguments],
+            [*command, str(model), "--port", "0", "--served-model-name", "tiny", *arguments],
             env=environment,
             stderr=subprocess.PIPE,
             text=True,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import socket
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import pytest
 
@@ -62,8 +63,25 @@ def test_a_salt_keeps_prefixes_apart(server: Server) -> None:
     assert hits == [0, 0, 48]
 
 
-def test_twins_in_one_step_are_equal(server: Server) -> None:
-    prompt = "twin" * 12
+def test_keys_that_all_collide_serve_nobody_elses_prefix(
+    server: Server, tiny_model: Path, tmp_path: Path
+) -> None:
+    """Both processes import this before anything else: every block then has the same key."""
+    patch = "import stairs.cache.prefix as prefix\n"
+    patch += "prefix.PrefixCache.__init__.__kwdefaults__['key_function'] = lambda *_: b'same'\n"
+    (tmp_path / "sitecustomize.py").write_text(patch)
+    colliding = Server(tiny_model, python_path=tmp_path).wait_ready()
+    prompts = [letter * 40 for letter in "PQPQ"]
+    answers = [complete(colliding, prompt) for prompt in prompts]
+    assert colliding.stop() == 0
+    assert [cached(answer) for answer in answers] == [0, 0, 0, 0]
+    for prompt, answer in zip(prompts, answers, strict=True):
+        assert answer["choices"][0]["text"] == text_of(server, prompt, cache_salt="cold")
+
+
+@pytest.mark.parametrize("length", [48, 500])  # three blocks; four chunks of 128
+def test_twins_that_arrive_together_are_equal(server: Server, length: int) -> None:
+    prompt = "twin" * (length // 4)
     alone = text_of(server, prompt, cache_salt="alone")
     both = complete(server, [prompt, prompt], cache_salt="together")
     assert [choice["text"] for choice in both["choices"]] == [alone, alone]

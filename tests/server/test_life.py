@@ -248,6 +248,14 @@ def test_a_wrong_option_is_one_line_and_code_2(
     assert named in server.log[0]
 
 
+def test_a_broken_model_file_is_one_line_and_code_2(tmp_path: Path) -> None:
+    broken = tmp_path / "broken.gguf"
+    broken.write_bytes(b"GGUF\x03\x00\x00\x00" + b"\xff" * 16)  # counts of 2^64 - 1
+    server = Server(broken)
+    assert server.stop_when_done() == 2
+    assert len(server.log) == 1 and server.log[0].startswith("stairs: ")
+
+
 def test_a_port_in_use_names_the_option(server: Server, tiny_model: Path) -> None:
     port = server.url.rpartition(":")[2]
     second = Server(tiny_model, "--port", port)
