@@ -70,7 +70,7 @@ def main(url: str, seconds: int) -> None:
                 "--max-examples",
                 "100000",
                 "--phases",
-                "coverage,fuzzing",
+                "fuzzing",
             ),
             *("--continue-on-failure", "--request-timeout", "60", "--warnings", "off"),
             *("--suppress-health-check", "all", "--no-color"),

@@ -222,6 +222,14 @@ app.command()(serve)
 
 
 @app.command()
+def env() -> None:
+    """Print what a bug report needs: versions, machine, devices, variables."""
+    from stairs.environment import describe
+
+    print(describe())
+
+
+@app.command()
 def verify(
     model: Model = "smollm2",
     dtype: Dtype = "auto",
