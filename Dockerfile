@@ -3,6 +3,9 @@
 FROM python:3.12-slim
 
 ARG EXTRA=cpu
+# PyTorch's CPU index, so that pip takes the CPU build and not CUDA's several gigabytes:
+# docker build --build-arg PIP_EXTRA_INDEX_URL=... (see pytorch.org, "Get started")
+ARG PIP_EXTRA_INDEX_URL
 RUN useradd --create-home stairs
 WORKDIR /opt/stairs
 COPY pyproject.toml constraints.txt README.md LICENSE ./
