@@ -168,6 +168,36 @@ def test_grammars_of_tools_compile_and_hold(
     assert accepts("auto", bad) is not strict
 
 
+def test_definitions_inside_a_tools_parameters_are_found() -> None:
+    class Template:
+        chat_template = "-"
+
+    point = {
+        "type": "object",
+        "properties": {"x": {"type": "integer"}, "next": {"$ref": "#/$defs/P"}},
+    }
+    functions = [
+        {"name": name, "parameters": {
+            "type": "object", "properties": {"at": {"$ref": f"#/{word}/P"}}, word: {"P": point}
+        }}
+        for name, word in (("f", "$defs"), ("g", "definitions"))
+    ]  # fmt: skip
+    body = {
+        "messages": [{"role": "user", "content": "a"}],
+        "tools": [{"type": "function", "function": function} for function in functions],
+        "tool_choice": "required",
+    }
+    grammar = ToolUse.of(ChatRequest.model_validate(body), Template()).grammar()  # type: ignore[arg-type]
+    assert grammar is not None
+    check_grammar(grammar, param="tools")
+
+
+def test_a_grammar_too_large_to_compile_between_two_steps_is_refused() -> None:
+    schema = {"enum": [f"value {i}" for i in range(20_000)]}
+    with pytest.raises(InvalidRequestError, match="120000"):
+        check_grammar(json_grammar(schema), param="response_format")
+
+
 def test_a_vocabulary_that_cannot_write_what_must_come_ends_the_answer(engine: Engine) -> None:
     number = engine.add([5], sampling(), grammar=json_grammar({"enum": ["a\N{SNOWMAN}"]}))
     answer = run_all(engine)[number]

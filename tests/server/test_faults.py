@@ -262,6 +262,25 @@ def test_a_body_that_is_no_request(server: Server, body: bytes) -> None:
     assert reply.status_code == 400 and reply.json()["error"]["param"]
 
 
+def test_a_body_of_another_type_is_told_so(server: Server) -> None:
+    reply = server.http.post("/v1/completions", content=b'{"prompt": "a"}')
+    assert reply.status_code == 400 and "application/json" in reply.json()["error"]["message"]
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        b'{"prompt": "a\\ud800"}',
+        b'{"prompt": "a", "stop": ["\\ud800"]}',
+        b'{"prompt": "a", "cache_salt": "\\ud800"}',
+        b'{"prompt": "a", "\\ud800": 1}',
+    ],
+)
+def test_half_a_surrogate_pair_is_no_text(server: Server, body: bytes) -> None:
+    headers = {"Content-Type": "application/json"}
+    assert server.http.post("/v1/completions", content=body, headers=headers).status_code == 400
+
+
 def test_broken_tool_arguments_are_named(server: Server) -> None:
     call = {"type": "function", "id": "1", "function": {"name": "f", "arguments": "{"}}
     messages = [

@@ -126,6 +126,13 @@ def test_a_template_with_tools_gets_them_and_arguments_as_objects() -> None:
     assert shown[0]["tool_calls"][0]["function"]["arguments"] == {"a": 1}
 
 
+@pytest.mark.parametrize("parameters", [{"type": "array"}, {"$defs": [1]}, {"definitions": 3}])
+def test_parameters_that_are_no_object(parameters: dict) -> None:
+    tool = {"type": "function", "function": {"name": "f", "parameters": parameters}}
+    with pytest.raises(InvalidRequestError, match="'f' must describe an object"):
+        use(PLAIN, tools=[tool], tool_choice="required").grammar()
+
+
 @pytest.mark.parametrize(
     "options",
     [

@@ -39,6 +39,10 @@ def invalid_field(errors: Sequence[Any]) -> InvalidRequestError:
     first = errors[0]
     if first["type"] == "json_invalid":
         return InvalidRequestError("the body is not valid JSON", param="body")
+    if first["type"] == "model_attributes_type" and len(first["loc"]) == 1:
+        return InvalidRequestError(
+            "the body must be a JSON object, sent with Content-Type: application/json", param="body"
+        )
     field = tuple(first["loc"][:2])
     same = [error for error in errors if tuple(error["loc"][:2]) == field]
     # A union complains for each of its members: what is wrong in the right one counts.

@@ -9,6 +9,7 @@ is refused, since its calls would come back as text. A forced or strict call fol
 from __future__ import annotations
 
 import json
+import re
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -24,6 +25,7 @@ __all__ = ["CallReader", "Form", "ToolUse", "form_of", "json_grammar"]
 # One way to write JSON: fewer tokens, and no room for a small model to write spaces for ever.
 _ONE_WAY = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 
+_DEFINED = re.compile(r"^#/(\$defs|definitions)/")
 _INSTRUCTION = (
     "You can call functions. To call one, answer with nothing but a JSON object of this form:\n"
     '{"name": "the function\'s name", "arguments": {"parameter": "value"}}\n'
@@ -154,21 +156,7 @@ class ToolUse:
         any text in which calls, if there are some, have its arguments."""
         if not self._functions:
             return None
-        call = {
-            "anyOf": [
-                {
-                    "type": "object",
-                    "properties": {
-                        "name": {"const": function.name},
-                        self._form.arguments: function.parameters or {"type": "object"},
-                    },
-                    "required": ["name", self._form.arguments],
-                    "additionalProperties": False,
-                }
-                for function in self._functions.values()
-            ],
-            "x-guidance": _ONE_WAY,
-        }
+        call = self._call_schema()
         begin, end = json.dumps(self._form.begin), json.dumps(self._form.end)
         whole = f"{begin} %json {json.dumps(call)} {end}" if self._form.begin else _json_rule(call)
         if self._forced:
@@ -182,6 +170,36 @@ class ToolUse:
                 'head[lazy]: TEXT "<tool_call>"\nTEXT: /(.|\\n)*/'
             )
         return f"start: {whole} | TEXT\nTEXT: /[^{{\\s](.|\\n)*/"
+
+    def _call_schema(self) -> dict[str, Any]:
+        """One call of any of the functions, as its object."""
+        definitions: dict[str, Any] = {}
+        calls = []
+        for index, function in enumerate(self._functions.values()):
+            # References are from the root: what the parameters define moves there.
+            root = f"#/$defs/{index}."
+            arguments = {"type": "object", **(function.parameters or {})}
+            for word in ("$defs", "definitions"):
+                own = arguments.pop(word, {})
+                if arguments["type"] != "object" or not isinstance(own, dict):
+                    raise InvalidRequestError(
+                        f"tools: the parameters of {function.name!r} must describe an object",
+                        param="tools",
+                    )
+                definitions |= {f"{index}.{key}": _moved(part, root) for key, part in own.items()}
+            properties = {
+                "name": {"const": function.name},
+                self._form.arguments: _moved(arguments, root),
+            }
+            calls.append(
+                {
+                    "type": "object",
+                    "properties": properties,
+                    "required": list(properties),
+                    "additionalProperties": False,
+                }
+            )
+        return {"anyOf": calls, "$defs": definitions, "x-guidance": _ONE_WAY}
 
     def reader(self) -> CallReader:
         return CallReader(self._form, frozenset(self._functions), self._most_calls)
@@ -284,6 +302,20 @@ def json_grammar(schema: Mapping[str, Any]) -> str:
 
 def _json_rule(schema: Mapping[str, Any]) -> str:
     return f"%json {json.dumps(schema)}"
+
+
+def _moved(schema: Any, root: str) -> Any:
+    """A copy whose references to definitions begin with ``root``."""
+    if isinstance(schema, list):
+        return [_moved(part, root) for part in schema]
+    if not isinstance(schema, dict):
+        return schema
+    return {
+        key: _DEFINED.sub(root, value)
+        if key == "$ref" and isinstance(value, str)
+        else _moved(value, root)
+        for key, value in schema.items()
+    }
 
 
 def _overlap(text: str, word: str) -> int:
