@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from stairs.checkpoints.tensors import PackedRows, TensorSource
+from stairs.errors import ConfigError
 from stairs.models.layers import DenseLinear, Embedding, Linear
 from stairs.models.packed import PackedEmbedding, PackedLinear
 
@@ -19,14 +20,16 @@ __all__ = ["Weights"]
 class Weights:
     """``source`` has exactly the tensors that ``checkpoints.layout`` lists, in those shapes.
 
-    ``packed``: matrices that the file has in fewer bits than float32 stay there, mapped, and are
-    unpacked by each call; else every matrix is loaded dense.
+    Matrices that the file has in fewer bits than float32 stay there, mapped, where the kernel of
+    ``quantised_cpu`` can read them, and all of them if ``packed``; the rest is loaded dense.
+    ``batch_invariant``: dense ones go through that kernel too, whose sums no other row changes.
     """
 
     source: TensorSource
     dtype: torch.dtype
     device: torch.device
     packed: bool = False
+    batch_invariant: bool = False
 
     def tensor(self, name: str) -> Tensor:
         return self.source.load(name, self.dtype).to(self.device)
@@ -35,19 +38,19 @@ class Weights:
         """The rows of several linear layers under each other: one product instead of several.
         ``transposed``: the checkpoint names them (in, out)."""
         biases = _stacked([self.tensor(f"{name}.bias") for name in names]) if bias else None
-        rows = [self._packed(f"{name}.weight") for name in names]
+        rows = [self.source.packed(f"{name}.weight") for name in names]
         whole = tuple(part for part in rows if part is not None)
-        if len(whole) == len(names):
-            return PackedLinear(whole, biases)
+        if len(whole) == len(names) and self._stays(whole):
+            return self._in_place(whole, biases, names)
         parts = [self.tensor(f"{name}.weight") for name in names]
         if transposed:
             parts = [part.t().contiguous() for part in parts]
-        return DenseLinear(_stacked(parts), biases)
+        return self._dense(_stacked(parts), biases)
 
     def embedding(self, name: str) -> Callable[[Tensor], Tensor]:
         """(T,) ids -> (T, C)."""
-        rows = self._packed(f"{name}.weight")
-        if rows is not None:
+        rows = self.source.packed(f"{name}.weight")
+        if rows is not None and self._stays((rows,)):
             return PackedEmbedding(rows, self.dtype)
         return Embedding(self.tensor(f"{name}.weight"))
 
@@ -56,12 +59,43 @@ class Weights:
         if not tied:
             return self.linear("lm_head", bias=False)
         if isinstance(embedding, PackedEmbedding):
-            return PackedLinear((embedding.rows,))
+            return self._in_place((embedding.rows,), None, ())
         assert isinstance(embedding, Embedding)
-        return DenseLinear(embedding.weight)
+        return self._dense(embedding.weight, None)
 
-    def _packed(self, name: str) -> PackedRows | None:
-        return self.source.packed(name) if self.packed else None
+    def _dense(self, weight: Tensor, bias: Tensor | None) -> Linear:
+        if not self.batch_invariant:
+            return DenseLinear(weight, bias)
+        rows = PackedRows(weight.view(torch.uint8), "F32", (weight.shape[0], weight.shape[1]))
+        if not self._in_registers((rows,)):
+            raise ConfigError(
+                f"batch_invariant: no product for a {rows.shape} matrix of "
+                f"{str(self.dtype).removeprefix('torch.')} on {self.device.type}",
+                param="batch_invariant",
+            )
+        return PackedLinear((rows,), bias, in_registers=True)
+
+    def _stays(self, parts: tuple[PackedRows, ...]) -> bool:
+        return self.packed or self._in_registers(parts)
+
+    def _in_place(
+        self, parts: tuple[PackedRows, ...], bias: Tensor | None, names: tuple[str, ...]
+    ) -> PackedLinear:
+        """``names``: of a dense copy for many rows, made where it is quicker and may be held."""
+        in_registers, dense = self._in_registers(parts), None
+        if in_registers and not self.packed and not self.batch_invariant and names:
+            from stairs.models.quantised_cpu import has_wide_vectors
+
+            if not has_wide_vectors():
+                dense = _stacked([self.tensor(f"{name}.weight") for name in names])
+        return PackedLinear(parts, bias, in_registers=in_registers, dense=dense)
+
+    def _in_registers(self, parts: tuple[PackedRows, ...]) -> bool:
+        if self.device.type != "cpu" or self.dtype != torch.float32:
+            return False
+        from stairs.models.quantised_cpu import supports  # Numba, only where it is used
+
+        return all(supports(part) for part in parts)
 
 
 def _stacked(parts: list[Tensor]) -> Tensor:
