@@ -1,4 +1,5 @@
-"""What stands between the products: one Triton kernel each on a GPU, torch everywhere else.
+"""What stands between the products: one Triton kernel each on a GPU, one Numba kernel each for
+float32 on a CPU, torch everywhere else.
 
 The ``_torch`` twin of each is its definition; the kernels compute in float32 and round once.
 Axes as in layers.py: T tokens, C hidden_size, H query heads, G kv heads, D head_dim.
@@ -21,12 +22,20 @@ def _on_gpu(x: Tensor) -> bool:
     return x.device.type == "cuda" and triton_supports(x.device, x.dtype, 1) is None
 
 
+def _on_cpu(x: Tensor) -> bool:
+    return x.device.type == "cpu" and x.dtype == torch.float32
+
+
 def add_norm(x: Tensor, branch: Tensor, norm: RMSNorm | LayerNorm) -> tuple[Tensor, Tensor]:
     """x, branch (T, C) -> norm(x + branch), x + branch."""
     if _on_gpu(x):
         from stairs.models.triton_glue import add_norm_triton
 
         return add_norm_triton(x, branch, norm)
+    if isinstance(norm, RMSNorm) and _on_cpu(x):
+        from stairs.models.glue_cpu import add_rms_norm
+
+        return add_rms_norm(x, branch, norm.weight, norm.eps)
     return add_norm_torch(x, branch, norm)
 
 
@@ -41,6 +50,10 @@ def gated(gate_up: Tensor, activation: str) -> Tensor:
         from stairs.models.triton_glue import silu_mul_triton
 
         return silu_mul_triton(gate_up)
+    if activation == "silu" and _on_cpu(gate_up):
+        from stairs.models.glue_cpu import silu_mul
+
+        return silu_mul(gate_up)
     return gated_torch(gate_up, activation)
 
 
@@ -68,7 +81,14 @@ def attend_rotated(
 
         q = rotate_and_write_triton(heads, rotation, norms, layer_kv, meta, num_heads=num_heads)
         return attend_written(q, layer_kv, meta)
-    q, k, v = rotate_torch(heads, rotation, norms, num_heads=num_heads)
+    if norms is None and rotation is not None and _on_cpu(heads):
+        from stairs.models.glue_cpu import rotate
+
+        v_start = (heads.shape[1] + num_heads) // 2
+        rotate(heads, *rotation, v_start)
+        q, k, v = heads[:, :num_heads], heads[:, num_heads:v_start], heads[:, v_start:]
+    else:
+        q, k, v = rotate_torch(heads, rotation, norms, num_heads=num_heads)
     return attend(q, k, v, layer_kv, meta, backend=backend)
 
 

@@ -87,6 +87,10 @@ class Rotary:
 
     def __call__(self, positions: Tensor) -> tuple[Tensor, Tensor]:
         """cos, sin of shape (T, 1, D/2): computed once a step, used by all layers."""
+        if positions.device.type == "cpu" and self.dtype == torch.float32:
+            from stairs.models.glue_cpu import rotation  # Numba, only where it is used
+
+            return rotation(positions, self.inv_freq, self.attention_factor)
         angles = positions.float()[:, None, None] * self.inv_freq
         cos, sin = angles.cos() * self.attention_factor, angles.sin() * self.attention_factor
         return cos.to(self.dtype), sin.to(self.dtype)
