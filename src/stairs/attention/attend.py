@@ -14,7 +14,6 @@ from torch import Tensor
 
 from stairs.attention.choose import SHORT_ROWS, choose
 from stairs.attention.devices import cutter_for, triton_supports
-from stairs.attention.gathered import attend_long
 from stairs.attention.meta import AttnMeta, LayerKV
 from stairs.attention.online import paged_online
 from stairs.attention.pages import write_kv
@@ -63,7 +62,9 @@ def attend(
 def _attend_cpu(
     q: Tensor, k: Tensor, v: Tensor, layer_kv: LayerKV, meta: AttnMeta, *, scale: float, out: Tensor
 ) -> None:
-    from stairs.attention.cpu import write_and_attend_short  # Numba, only where it is used
+    # Numba, only where it is used.
+    from stairs.attention.cpu import write_and_attend_short
+    from stairs.attention.gathered import attend_long
 
     write_and_attend_short(q, k, v, layer_kv, meta, scale=scale, out=out)
     if meta.max_q >= SHORT_ROWS:

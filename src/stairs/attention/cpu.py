@@ -9,8 +9,10 @@ uses all threads, and partial states are merged by the law of ``online``. One th
 
 from __future__ import annotations
 
+import functools
 import math
 import os
+import threading
 from pathlib import Path
 
 import numba
@@ -25,7 +27,7 @@ from stairs.attention.choose import KEY_TILE, SHORT_ROWS
 from stairs.attention.meta import AttnMeta, LayerKV
 from stairs.attention.reference import compute_dtype
 
-__all__ = ["write_and_attend_short"]
+__all__ = ["gather_checked", "write_and_attend_short"]
 
 
 def _cache_folder() -> str:
@@ -161,12 +163,13 @@ def _score_tile(
 ):
     """scores[row, j] = scale * queries[row] . key start + j, where the row sees that key."""
     block_size, head_dim = pool.shape[2], pool.shape[3]
+    tile = scores.shape[1]
     key = start
     while key < stop:
         page, offset = table[seat, key // block_size], key % block_size
         num = min(4, block_size - offset, stop - key)
         column = key - start
-        _prefetch_keys(pool, table, seat, head, key + KEY_TILE, end)
+        _prefetch_keys(pool, table, seat, head, key + tile, end)
         for query in range(num_q):
             seen = min(num, past + query + 1 - key)
             for row in range(query * group, query * group + group):
@@ -198,12 +201,13 @@ def _value_tile(
 ):
     """parts[slot, row] += weights[row, j] * value start + j, over the keys that the row sees."""
     block_size, head_dim = pool.shape[2], pool.shape[3]
+    tile = weights.shape[1]
     key = start
     while key < stop:
         page, offset = table[seat, key // block_size], key % block_size
         num = min(4, block_size - offset, stop - key)
         column = key - start
-        _prefetch_keys(pool, table, seat, head, key + KEY_TILE, end)
+        _prefetch_keys(pool, table, seat, head, key + tile, end)
         for query in range(num_q):
             seen = min(num, past + query + 1 - key)
             for row in range(query * group, query * group + group):
@@ -258,7 +262,7 @@ def _attend_tile(
     """
     head_dim = k_pool.shape[3]
     m, l = head_dim, head_dim + 1  # columns of parts behind the accumulator
-    stop = min(start + KEY_TILE, end)
+    stop = min(start + scores.shape[1], end)
     _score_tile(
         queries, num_q, group, past, scale, k_pool, table, seat, head, start, stop, end, scores
     )
@@ -304,26 +308,28 @@ def _write(rows, pool, slots):
 
 
 @njit
-def _plan(cu_q, kv_len, group, plan):
-    """Fill plan (S, 2) with tiles and their cost; the largest number of rows.
+def _plan(cu_q, kv_len, group, short_rows, key_tile, plan):
+    """Fill plan (S, 3) with rows, tiles and the cost of a tile; the largest number of rows.
 
-    A tile costs its bytes and its rows: max(rows, 4), an estimate that only balances threads.
+    Sequences that are not short have no rows here. A tile costs its bytes and its rows:
+    max(rows, 4), an estimate that only balances threads.
     """
     most_rows = 0
     for seat in range(kv_len.shape[0]):
-        rows = (cu_q[seat + 1] - cu_q[seat]) * group
-        short = 0 < rows < SHORT_ROWS * group
-        plan[seat, 0] = (kv_len[seat] + KEY_TILE - 1) // KEY_TILE if short else 0
-        plan[seat, 1] = max(rows, 4)
-        if short:
-            most_rows = max(most_rows, rows)
+        num_q = cu_q[seat + 1] - cu_q[seat]
+        rows = num_q * group if num_q < short_rows else 0
+        plan[seat, 0] = rows
+        plan[seat, 1] = (kv_len[seat] + key_tile - 1) // key_tile if rows else 0
+        plan[seat, 2] = max(rows, 4)
+        most_rows = max(most_rows, rows)
     return most_rows
 
 
 @njit
 def _attend_part(
-    thread, num_threads, q, k_pool, v_pool, cu_q, kv_len, table, scale, plan, parts, visits
-):
+    thread, num_threads, key_tile, q, k_pool, v_pool, cu_q, kv_len, table, scale, plan, parts,
+    visits,
+):  # fmt: skip
     """One thread's run of tiles, an equal share of the cost over all (sequence, kv head) tasks.
 
     Its part of a task lies at slot task + thread: no two parts share a slot, because a thread
@@ -333,14 +339,14 @@ def _attend_part(
     group = q.shape[1] // kv_heads
     total = 0
     for seat in range(kv_len.shape[0]):
-        total += plan[seat, 0] * plan[seat, 1] * kv_heads
+        total += plan[seat, 1] * plan[seat, 2] * kv_heads
     first, last = total * thread // num_threads, total * (thread + 1) // num_threads
     queries = np.empty((parts.shape[1], head_dim), q.dtype)
-    scores = np.empty((parts.shape[1], KEY_TILE), q.dtype)
+    scores = np.empty((parts.shape[1], key_tile), q.dtype)
     base = 0
     for task in range(kv_len.shape[0] * kv_heads):
         seat, head = task // kv_heads, task % kv_heads
-        tiles, cost = plan[seat, 0], plan[seat, 1]
+        tiles, cost = plan[seat, 1], plan[seat, 2]
         # A tile belongs to the thread in whose range its first unit of cost lies.
         low = max(0, (first - base + cost - 1) // cost)
         high = min(tiles, (last - base + cost - 1) // cost)
@@ -356,14 +362,14 @@ def _attend_part(
                 parts[slot, row, e] = 0
             parts[slot, row, head_dim] = -np.inf
             parts[slot, row, head_dim + 1] = 0
-        past, end = kv_len[seat] - num_q, min(high * KEY_TILE, kv_len[seat])
+        past, end = kv_len[seat] - num_q, min(high * key_tile, kv_len[seat])
         visits[slot, 0] = task
-        for start in range(low * KEY_TILE, end, KEY_TILE):
+        for start in range(low * key_tile, end, key_tile):
             visits[slot, 1] += _attend_tile(
                 queries, num_q, group, past, scale, k_pool, v_pool, table, seat, head,
                 start, end, scores, parts, slot,
             )  # fmt: skip
-        visits[slot, 2] += end - low * KEY_TILE
+        visits[slot, 2] += end - low * key_tile
 
 
 @njit
@@ -374,12 +380,11 @@ def _finish(num_threads, cu_q, plan, parts, visits, kv_heads, key_bytes, out, co
     m, l = head_dim, head_dim + 1
     for task in range(plan.shape[0] * kv_heads):
         seat, head = task // kv_heads, task % kv_heads
-        num_q = cu_q[seat + 1] - cu_q[seat]
         for slot in range(task, task + num_threads):
             if visits[slot, 0] == task:
                 counts[seat, 0] += visits[slot, 1]
                 counts[seat, 1] += visits[slot, 2] * key_bytes
-        for row in range(num_q * group if num_q < SHORT_ROWS else 0):
+        for row in range(plan[seat, 0]):
             query, column = cu_q[seat] + row // group, head * group + row % group
             largest = -parts.dtype.type(np.inf)
             for slot in range(task, task + num_threads):
@@ -400,8 +405,9 @@ def _finish(num_threads, cu_q, plan, parts, visits, kv_heads, key_bytes, out, co
 
 @njit(parallel=True, nogil=True, cache=True)
 def _write_and_attend(
-    q, k, v, k_pool, v_pool, cu_q, kv_len, block_table, slots, scale, out, counts, num_threads
-):
+    q, k, v, k_pool, v_pool, cu_q, kv_len, block_table, slots, scale, out, counts, num_threads,
+    short_rows, key_tile,
+):  # fmt: skip
     """write_and_attend_short, on arrays. What needs no threads is compiled without them."""
     num_pages, kv_heads, block_size, head_dim = k_pool.shape
     _check_ids(cu_q, kv_len, block_table, slots, num_pages, block_size)
@@ -410,8 +416,8 @@ def _write_and_attend(
     key_bytes = head_dim * (k_pool.itemsize + v_pool.itemsize)
     for seat in range(kv_len.shape[0]):
         counts[seat, 2] += (cu_q[seat + 1] - cu_q[seat]) * kv_heads * key_bytes
-    plan = np.empty((kv_len.shape[0], 2), np.int64)  # tiles of one kv head, cost of a tile
-    most_rows = _plan(cu_q, kv_len, q.shape[1] // kv_heads, plan)
+    plan = np.empty((kv_len.shape[0], 3), np.int64)
+    most_rows = _plan(cu_q, kv_len, q.shape[1] // kv_heads, short_rows, key_tile, plan)
     if most_rows:
         num_slots = kv_len.shape[0] * kv_heads + num_threads
         parts = np.empty((num_slots, most_rows, head_dim + 2), q.dtype)  # acc, m, l
@@ -420,14 +426,31 @@ def _write_and_attend(
             visits[slot, 0], visits[slot, 1], visits[slot, 2] = -1, 0, 0
         for thread in prange(num_threads):
             _attend_part(
-                thread, num_threads, q, k_pool, v_pool, cu_q, kv_len, block_table, scale, plan,
-                parts, visits,
+                thread, num_threads, key_tile, q, k_pool, v_pool, cu_q, kv_len, block_table, scale,
+                plan, parts, visits,
             )  # fmt: skip
         _finish(num_threads, cu_q, plan, parts, visits, kv_heads, key_bytes, out, counts)
 
 
-def _share_threads(num_threads: int) -> int:
-    """Let Numba run on as many threads as torch does."""
+@njit(parallel=True, nogil=True, cache=True)
+def _gather(k_pool, v_pool, block_table, seat, keys, values):
+    """Copy one sequence's pages into keys and values (G, Sk, D), widened."""
+    kv_heads, num_kv, head_dim = keys.shape
+    block_size = k_pool.shape[2]
+    for column in prange((num_kv + block_size - 1) // block_size):
+        page, first = block_table[seat, column], column * block_size
+        for head in range(kv_heads):
+            for offset in range(min(block_size, num_kv - first)):
+                for e in range(head_dim):
+                    keys[head, first + offset, e] = _widen(k_pool[page, head, offset, e])
+                for e in range(head_dim):
+                    values[head, first + offset, e] = _widen(v_pool[page, head, offset, e])
+
+
+@functools.lru_cache(maxsize=1)
+def _share_threads(num_threads: int, caller: int) -> int:
+    """Let Numba run on as many threads as torch does, in the thread ``caller``, which keeps its
+    own width. Asked every layer, so the answer is kept while it holds."""
     numba.set_num_threads(min(num_threads, numba.config.NUMBA_NUM_THREADS))
     if torch.get_num_threads() != num_threads:
         # Numba's first launch sets the process's OpenMP width, which is torch's too.
@@ -444,7 +467,7 @@ def write_and_attend_short(
     queries = q.to(dtype).contiguous()
     result = out if out.dtype == dtype and out.is_contiguous() else torch.empty_like(queries)
     pool_dtype = layer_kv.k.dtype
-    num_threads = _share_threads(torch.get_num_threads())
+    num_threads = _share_threads(torch.get_num_threads(), threading.get_ident())
     _write_and_attend(
         queries.numpy(),
         _bits(k.to(pool_dtype).contiguous()),
@@ -459,9 +482,22 @@ def write_and_attend_short(
         result.numpy(),
         meta.counts.numpy(),
         num_threads,
+        SHORT_ROWS,  # arguments: what is compiled and cached must not depend on another file
+        KEY_TILE,
     )
     if result is not out:
         out.copy_(result)
+
+
+def gather_checked(
+    layer_kv: LayerKV, meta: AttnMeta, seat: int, *, keys: Tensor, values: Tensor
+) -> int:
+    """Fill keys and values (G, Sk, D), of a dtype at least as wide as the pool's, with a sequence
+    whose page ids ``write_and_attend_short`` has checked; the bytes read."""
+    table = meta.block_table.contiguous().numpy()
+    _share_threads(torch.get_num_threads(), threading.get_ident())
+    _gather(_bits(layer_kv.k), _bits(layer_kv.v), table, seat, keys.numpy(), values.numpy())
+    return keys.numel() * layer_kv.k.itemsize + values.numel() * layer_kv.v.itemsize
 
 
 def _bits(tensor: Tensor) -> np.ndarray:
