@@ -28,6 +28,9 @@ __all__ = ["PackedMatrices", "has_wide_vectors", "packed_matrices", "supports"]
 
 TILE = 32  # output rows whose packed values stay in the first cache while rows of x come by
 _KINDS = tuple(BLOCKS)
+# Bytes of rows asked for before their turn. One row of x times 66 MB, one thread: 9.8 ms without,
+# 6.6 at 2048, 5.1 at 4096 and at 8192.
+AHEAD = 4096
 # Columns of a table, one line a matrix.
 _ADDRESS, _NUM_ROWS, _BLOCKS, _ROW_BYTES, _COLUMN, _HALF = range(6)
 
@@ -112,6 +115,20 @@ def _across(builder, vector):
     return builder.extract_element(vector, ir.IntType(32)(0))
 
 
+@intrinsic
+def _prefetch(typing, address):
+    """Ask for the cache line at ``address``; one that is not there to read is ignored."""
+
+    def codegen(context, builder, signature, args):
+        pointer, flag = ir.IntType(8).as_pointer(), ir.IntType(32)
+        kind = ir.FunctionType(ir.VoidType(), [pointer, flag, flag, flag])
+        function = builder.module.declare_intrinsic("llvm.prefetch", (pointer,), kind)
+        builder.call(function, [builder.inttoptr(args[0], pointer), flag(0), flag(3), flag(1)])
+        return context.get_dummy_value()
+
+    return types.void(types.int64), codegen
+
+
 # At most eight sums at a time: they and what makes the values fit in sixteen wide registers.
 _dots_1, _dots_2, _dots_4, _dots_8 = (
     _dots_of(1, 4),
@@ -150,6 +167,10 @@ def _rows(kind, x, line, out, column, first, last, scratch):
             for row in range(tile, stop, rows):
                 start = max(min(row, stop - rows), 0)  # the last ones may be done twice
                 address = line[_ADDRESS] + start * row_bytes
+                if token == 0:
+                    begin = address + AHEAD
+                    for ahead in range(begin, begin + rows * row_bytes, 64):
+                        _prefetch(ahead)
                 if tokens == 8:
                     _dots_8(kind, address, row_bytes, blocks, here, x_bytes, place)
                 elif tokens == 4:
