@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from numba import njit
 
@@ -19,14 +18,6 @@ from stairs.attention.choose import KEY_TILE
 from stairs.attention.meta import AttnMeta
 
 
-@pytest.fixture
-def threads() -> Iterator[None]:
-    before = torch.get_num_threads()
-    yield
-    torch.set_num_threads(before)
-
-
-@pytest.mark.usefixtures("threads")
 @pytest.mark.parametrize("num_threads", [1, 2, 3, 8])
 def test_one_long_context_is_cut_for_all_threads(num_threads: int) -> None:
     batch = make_ragged([(1, 20 * KEY_TILE + 5)], num_heads=3, kv_heads=1, dtype=torch.float64)
@@ -36,8 +27,7 @@ def test_one_long_context_is_cut_for_all_threads(num_threads: int) -> None:
     assert torch.get_num_threads() == num_threads
 
 
-@pytest.mark.usefixtures("threads")
-@settings(deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(deadline=None)
 @given(
     lengths=st.lists(
         st.tuples(st.integers(0, 18), st.integers(0, 200)).map(lambda n: (n[0], n[0] + n[1])),
@@ -62,14 +52,11 @@ def test_every_key_is_visited_once_whatever_the_threads(
 
 def test_torch_keeps_its_threads() -> None:
     """Numba and torch share one OpenMP: a launch of one must not set the width of the other."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        batch = make_ragged([(1, 30)])
+    batch = make_ragged([(1, 30)])
+    for num_threads in (1, 2, 1):
+        torch.set_num_threads(num_threads)
         attend(batch.q, batch.k, batch.v, batch.layer_kv, batch.meta, backend="cpu")
-        assert torch.get_num_threads() == 1
-    finally:
-        torch.set_num_threads(before)
+        assert torch.get_num_threads() == num_threads
 
 
 @njit
