@@ -2,6 +2,8 @@
 # make test    run the tests          make check   format, lint, types, import rules
 # make bench   measure this machine   make coverage  the tests, and the lines they reach
 # make quotes  quote anew in the docs what our commands print
+# make test-kernels  the GPU kernels in an interpreter and compiled for every card, without a GPU
+# make test-gpu      the tests that need a GPU; the result goes to bench/records
 # make clean   remove .venv and every cache
 #
 # Needs Python >= 3.11 and nothing else. PYTHON=python3.12 picks another interpreter.
@@ -10,7 +12,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 INSTALL := pyproject.toml constraints.txt scripts/install.py
 
-.PHONY: run test coverage check bench quotes clean
+.PHONY: run test test-kernels test-gpu coverage check bench quotes clean
 
 run: .venv/.run
 	@$(BIN)/stairs pull
@@ -19,6 +21,14 @@ run: .venv/.run
 # Two processes of one thread each: threads of both would wait for one another at each small product.
 test: .venv/.dev
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadscope $(TESTS)
+
+# A process of its own: the interpreter replaces the compiler for all of it.
+test-kernels: .venv/.dev
+	TRITON_INTERPRET=1 $(BIN)/python -m pytest tests/attention/test_interpreted.py
+	STAIRS_ALL_KERNELS=1 $(BIN)/python -m pytest -n auto tests/attention/test_kernel_builds.py
+
+test-gpu: .venv/.dev
+	$(BIN)/python bench/gpu_tests.py
 
 coverage: .venv/.dev
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadscope --cov

@@ -45,6 +45,9 @@ class Build:
         for position, name in enumerate(names):
             if name in self.constants:
                 signature[name] = "constexpr"
+            elif self.constants.get("BOXES") and name in ("k", "v"):
+                box = [1, self.constants["BN"], self.constants["D"]]
+                signature[name] = f"tensordesc<{self.dtype}{box}>"
             elif name in pointers:
                 signature[name] = "*" + self._pointer(name)
                 attributes[position,] = [["tt.divisibility", 16]]
@@ -111,7 +114,8 @@ def _attention(head_dim: int, dtype: str, capability: int) -> Iterator[Build]:
                 f"flash Q{num_q} causal={causal} extras={extras} {label}",
                 triton_flash.flash_kernel,
                 {"HEADS": 16, "GROUP": 4, "D": head_dim, "BD": padded, "BM": tile.rows,
-                 "BN": tile.keys, "RAGGED": extras, "RIGHT": causal, "LEFT": extras,
+                 "BN": tile.keys, "BOXES": capability >= 90 and head_dim == padded,
+                 "RAGGED": extras, "RIGHT": causal, "LEFT": extras,
                  "CAPPED": extras, "LSE": extras, "PRECISION": precision},
                 dtype, capability, **_tile(tile),
             )  # fmt: skip

@@ -172,7 +172,15 @@ def _triton(
     tile = _tile(q, causal=call.causal, max_q=max_q)
     with torch.cuda.device(q.device):
         return flash_forward(
-            q, k, v, cu_q=cu_q, cu_kv=cu_kv, max_q=max_q, tile=tile, **call._asdict()
+            q,
+            k,
+            v,
+            cu_q=cu_q,
+            cu_kv=cu_kv,
+            max_q=max_q,
+            tile=tile,
+            uses_boxes=card_of(q.device).capability >= 90,
+            **call._asdict(),
         )
 
 

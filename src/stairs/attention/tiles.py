@@ -66,9 +66,12 @@ def paged_tiles(
     if padded <= 64:
         short = TritonTile(rows, 64, 2, 5, per_sm=4)
     elif padded == 128:
-        short = TritonTile(rows, 64, 4, 5, per_sm=2)
+        # Many rows make partial results as large as the K/V they stand for: fewer, longer splits.
+        wide = rows >= 32 and card.shared > 99 * KIB
+        short = TritonTile(rows, 128, 4, 5) if wide else TritonTile(rows, 64, 4, 5, per_sm=2)
     else:
-        short = TritonTile(rows, 32, 4, 5 if card.shared > 99 * KIB else 3, per_sm=2)
+        wide = card.shared > 99 * KIB
+        short = TritonTile(rows, 64, 8, 5) if wide else TritonTile(rows, 32, 4, 3, per_sm=2)
     return short, _tall(padded, card)
 
 
@@ -90,13 +93,13 @@ def flash_tile(head_dim: int, *, causal: bool, num_q: int, itemsize: int, card: 
     padded = _padded(head_dim)
     if itemsize == 4:
         return TritonTile(32, 32 if padded <= 128 else 16, 4, 1)
+    stages = 3 if card.shared > 99 * KIB else 2
+    if padded <= 128 and num_q <= 1024 and (causal or padded == 128):
+        return TritonTile(64, 64, 4, stages)
     if padded <= 64:
-        small = num_q <= 1024 and causal
-        return TritonTile(64, 64, 4, 2) if small else TritonTile(128, 64, 8, 3)
+        return TritonTile(128, 64, 8, 3)
     wide = card.shared >= 227 * KIB
     if padded == 128:
-        if num_q <= 1024 and (causal or num_q <= 512):
-            return TritonTile(64, 64, 4, 3 if card.shared > 99 * KIB else 2)
         return TritonTile(128, 128, 8, 3) if wide else TritonTile(128, 64, 8, 2)
     if wide:
         return TritonTile(128, 64, 8, 2)

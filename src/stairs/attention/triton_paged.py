@@ -192,7 +192,7 @@ def merge_kernel(
         acc = acc * keep + tl.sum(rows * weight[:, None], 0)
         m = peak
     o_at = ((token + row // GROUP) * (KV_HEADS * GROUP) + head * GROUP + row % GROUP) * D + d
-    result = acc / tl.where(l == 0.0, 1.0, l)
+    result = acc * tl.div_rn(tl.full([1], 1.0, tl.float32), tl.where(l == 0.0, 1.0, l))
     tl.store(out + o_at, result.to(out.dtype.element_ty), d < D)
 
 

@@ -63,4 +63,6 @@ def finish(m, l, acc):
     """O = acc / l, 0 for a row that saw no key, and its LSE in log2 units, -inf there."""
     seen = l != 0.0
     total = tl.where(seen, l, 1.0)
-    return acc / total[:, None], tl.where(seen, m + tl.log2(total), float("-inf"))
+    # Rounded to nearest: Triton's own division may be two units off.
+    out = acc * tl.div_rn(tl.full(l.shape, 1.0, tl.float32), total)[:, None]
+    return out, tl.where(seen, m + tl.log2(total), float("-inf"))

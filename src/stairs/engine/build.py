@@ -13,7 +13,7 @@ from stairs.attention.work import Cutter
 from stairs.cache.paged_kv import PagedKV
 from stairs.checkpoints.tensors import TensorSource, fingerprint
 from stairs.config import DTYPE_BYTES, EngineConfig, ModelConfig
-from stairs.engine.capacity import measure_capacity
+from stairs.engine.capacity import measure_capacity, use_growing_segments
 from stairs.engine.core import Engine
 from stairs.engine.resolve import resolve
 from stairs.errors import ConfigError
@@ -29,6 +29,8 @@ def build_engine(
     on a GPU before the pool: there the largest step is run and measured first."""
     config = _placed(config or EngineConfig())
     device = torch.device(config.device)
+    if device.type == "cuda":
+        use_growing_segments()
     config = resolve(model_config, config)
     model = build_model(
         model_config,
@@ -37,6 +39,7 @@ def build_engine(
         device=device,
         attention_backend=config.attention_backend,
         packed=_stays_packed(model_config, config),
+        batch_invariant=config.batch_invariant,
     )
     cutter = _cutter(model_config, config, device)
     capacity = None

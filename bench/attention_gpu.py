@@ -1,0 +1,252 @@
+"""How fast is attention on a GPU, beside what else runs there? One JSON line a cell.
+
+`python bench/attention_gpu.py [--prefill] [--decode] [--fa3 FILE]`: contiguous prefill beside
+PyTorch's FlashAttention-2 and cuDNN, FlexAttention and materialised attention; paged decode in a
+CUDA graph. FILE is vLLM's build of FlashAttention-3 (_vllm_fa3_C.abi3.so), beside both. bfloat16,
+fresh random inputs, sides in turn, medians; a causal cell counts half the FLOPs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import json
+import os
+import statistics
+import sys
+from collections.abc import Callable, Iterator
+from datetime import date
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from quoted import commit, machine
+from stairs.attention.attend import attend_written, cut
+from stairs.attention.flash import flash_attention
+from stairs.attention.meta import AttnMeta, LayerKV
+
+HEADS = [(32, 8, 128), (32, 32, 128), (64, 8, 128), (9, 3, 64), (12, 12, 64), (32, 1, 128)]
+BATCHES = [(1, 1024), (1, 8192), (1, 32768), (8, 8192), (32, 2048), (32, 8192), (128, 1024),
+           (128, 4096), (256, 1024)]  # fmt: skip
+LENGTHS = (512, 1024, 2048, 4096, 8192, 16384)
+COLD_BYTES = 300e6  # K/V read between two looks at the same page: several times the L2 cache
+
+Side = Callable[[], object]
+
+
+def milliseconds(sides: dict[str, Side], *, repeats: int) -> dict[str, float]:
+    """Median time of each, one run of every side after the other."""
+    for side in sides.values():
+        side()
+        side()
+    torch.cuda.synchronize()
+    events = {name: [] for name in sides}
+    for _ in range(repeats):
+        for name, side in sides.items():
+            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            begin.record()
+            side()
+            end.record()
+            events[name].append((begin, end))
+    torch.cuda.synchronize()
+    return {
+        name: statistics.median(begin.elapsed_time(end) for begin, end in pairs)
+        for name, pairs in events.items()
+    }
+
+
+def report(**figures: object) -> None:
+    where = {
+        "commit": os.environ.get("STAIRS_COMMIT") or commit(),
+        "machine": f"{torch.cuda.get_device_name()}, {machine()}",
+        "date": date.today().isoformat(),
+    }
+    print(json.dumps({"bench": "attention_gpu", **figures, **where}), flush=True)
+
+
+# -- prefill --------------------------------------------------------------------------------------
+
+
+def prefill(fa3: Any, *, repeats: int) -> None:
+    """16384 tokens in sequences of one length, heads x D = 2048: TFLOP/s."""
+    flex = torch.compile(torch.nn.attention.flex_attention.flex_attention)
+    for head_dim in (64, 128, 256):
+        for causal in (False, True):
+            for length in LENGTHS:
+                heads, batch = 2048 // head_dim, 16384 // length
+                shape = (batch, length, heads, head_dim)
+                q, k, v = (torch.randn(shape, device="cuda", dtype=torch.bfloat16) for _ in "qkv")
+                sides = peers(q, k, v, causal=causal, fa3=fa3, flex=flex)
+                times = milliseconds(sides, repeats=repeats)
+                flops = 4 * batch * heads * length**2 * head_dim * (0.5 if causal else 1)
+                speed = {name: round(flops / ms / 1e9) for name, ms in times.items()}
+                report(what="prefill", head_dim=head_dim, causal=causal, length=length,
+                       tflops=speed)  # fmt: skip
+
+
+def peers(q: Tensor, k: Tensor, v: Tensor, *, causal: bool, fa3: Any, flex: Any) -> dict[str, Side]:
+    """Our call and the others', each on inputs in the layout it likes best."""
+    batch, length, heads, head_dim = q.shape
+    rows = [x.transpose(1, 2).contiguous() for x in (q, k, v)]
+    sides: dict[str, Side] = {"stairs": lambda: flash_attention(q, k, v, causal=causal)}
+    for name, backend in (
+        ("fa2", SDPBackend.FLASH_ATTENTION), ("cudnn", SDPBackend.CUDNN_ATTENTION)
+    ):  # fmt: skip
+        sides[name] = in_backend(backend, rows, causal=causal)
+    mask = None
+    if causal:
+        make = torch.nn.attention.flex_attention.create_block_mask
+        mask = make(lambda b, h, i, j: j <= i, None, None, length, length)
+    sides["flex"] = lambda: flex(*rows, block_mask=mask)
+    if fa3 is not None:
+        flat = [x.view(-1, heads, head_dim) for x in (q, k, v)]
+        ends = torch.arange(batch + 1, device="cuda", dtype=torch.int32) * length
+        sides["fa3"] = fa3_side(fa3, flat, ends, ends, None, length, length, None, causal=causal)
+    if length <= 8192:
+        sides["materialised"] = lambda: materialised(*rows, causal=causal)
+    return sides
+
+
+def in_backend(backend: SDPBackend, rows: list[Tensor], *, causal: bool) -> Side:
+    def side() -> Tensor:
+        with sdpa_kernel(backend):
+            return F.scaled_dot_product_attention(*rows, is_causal=causal)
+
+    return side
+
+
+def materialised(q: Tensor, k: Tensor, v: Tensor, *, causal: bool) -> Tensor:
+    scores = q @ k.transpose(2, 3) * q.shape[-1] ** -0.5
+    if causal:
+        hidden = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).triu(1)
+        scores = scores.masked_fill(hidden, -torch.inf)
+    return scores.softmax(-1) @ v
+
+
+# -- decode ---------------------------------------------------------------------------------------
+
+
+def decode(fa3: Any, *, repeats: int, block_size: int) -> None:
+    """One query a sequence over shuffled pages, in a CUDA graph: microseconds and TB/s of K/V."""
+    for heads in HEADS:
+        for batch, context in BATCHES:
+            read = 4 * batch * context * heads[1] * heads[2]
+            copies = max(1, min(6, int(COLD_BYTES // read) + 1))
+            sides = decode_sides(heads, batch, context, block_size, copies=copies, fa3=fa3)
+            times = milliseconds(sides, repeats=repeats)
+            us = {name: round(ms * 1e3 / copies, 2) for name, ms in times.items()}
+            report(what="decode", heads="/".join(map(str, heads)), batch=batch, context=context,
+                   block_size=block_size, us=us,
+                   tb_per_s=round(read / us["stairs"] / 1e6, 2))  # fmt: skip
+            del sides
+            torch.cuda.empty_cache()
+
+
+def decode_sides(
+    heads: tuple[int, int, int], batch: int, context: int, block_size: int,
+    *, copies: int, fa3: Any,
+) -> dict[str, Side]:  # fmt: skip
+    """Each side reads ``copies`` pools in turn, so that none stays in the cache."""
+    q, pools, plain = paged(*heads, batch, context, block_size, copies=copies)
+    meta = cut(q, pools[0], plain)
+    sides = {"stairs": captured([lambda p=pool: attend_written(q, p, meta) for pool in pools])}
+    if fa3 is not None:
+        ends = torch.arange(batch + 1, device="cuda", dtype=torch.int32)
+        calls = [
+            fa3_side(
+                fa3, [q, *rows_first(pool)], ends, None, meta.kv_len, 1, context,
+                meta.block_table, causal=True,
+            )
+            for pool in pools
+        ]  # fmt: skip
+        sides["fa3"] = captured(calls)
+    return sides
+
+
+def paged(
+    heads: int, kv_heads: int, head_dim: int, batch: int, context: int, block_size: int,
+    *, copies: int,
+) -> tuple[Tensor, list[LayerKV], AttnMeta]:  # fmt: skip
+    pages = batch * context // block_size
+    shape = (pages, kv_heads, block_size, head_dim)
+
+    def random(*size: int) -> Tensor:
+        return torch.randn(size, device="cuda", dtype=torch.bfloat16)
+
+    meta = AttnMeta(
+        cu_q=torch.arange(batch + 1, device="cuda", dtype=torch.int32),
+        kv_len=torch.full((batch,), context, device="cuda", dtype=torch.int32),
+        block_table=torch.randperm(pages, device="cuda").to(torch.int32).view(batch, -1),
+        slots=torch.empty(0, device="cuda", dtype=torch.int64),
+        counts=torch.zeros((batch, 3), device="cuda", dtype=torch.int64),
+        max_q=1,
+        max_kv=context,
+        counting=False,
+    )
+    pools = [LayerKV(random(*shape), random(*shape)) for _ in range(copies)]
+    return random(batch, heads, head_dim), pools, meta
+
+
+def rows_first(pool: LayerKV) -> Iterator[Tensor]:
+    """(pages, block, heads, D), as FlashAttention-3 wants pages."""
+    return (x.transpose(1, 2).contiguous() for x in (pool.k, pool.v))
+
+
+def captured(calls: list[Side]) -> Side:
+    """All calls in one graph, which keeps what they use alive."""
+    for call in calls:
+        call()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        kept = [call() for call in calls]
+    return lambda: (graph.replay(), kept, calls)
+
+
+def fa3_side(
+    forward: Any, qkv: list[Tensor], ends_q: Tensor, ends_kv: Tensor | None,
+    kv_len: Tensor | None, max_q: int, max_kv: int, table: Tensor | None, *, causal: bool,
+) -> Side:  # fmt: skip
+    """Arguments in the order of the extension's own signature."""
+    q, k, v = qkv
+    out = torch.empty_like(q)
+    arguments = (
+        q, k, v, None, None, None, out, ends_q, ends_kv, None, None, kv_len, max_q, max_kv, table,
+        None, None, None, None, None, None, None, None, q.shape[-1] ** -0.5, causal, -1, -1, 0.0,
+        True, None, 0, None, 0, None, 1, 0, None,
+    )  # fmt: skip
+    return lambda: forward(*arguments)
+
+
+def load_fa3(file: str) -> Any:
+    spec = importlib.util.spec_from_file_location("_vllm_fa3_C", file)
+    assert spec is not None and spec.loader is not None
+    spec.loader.exec_module(importlib.util.module_from_spec(spec))
+    return torch.ops._vllm_fa3_C.fwd
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--prefill", action="store_true")
+    parser.add_argument("--decode", action="store_true")
+    parser.add_argument("--fa3", metavar="FILE")
+    parser.add_argument("--block-size", type=int, default=16)
+    parser.add_argument("--repeats", type=int, default=20)
+    asked = parser.parse_args()
+    if not torch.cuda.is_available():
+        print("attention_gpu: no NVIDIA GPU here, nothing to measure", file=sys.stderr)
+        return
+    fa3 = load_fa3(asked.fa3) if asked.fa3 else None
+    both = not (asked.prefill or asked.decode)
+    with torch.inference_mode():
+        if asked.prefill or both:
+            prefill(fa3, repeats=asked.repeats)
+        if asked.decode or both:
+            decode(fa3, repeats=asked.repeats, block_size=asked.block_size)
+
+
+if __name__ == "__main__":
+    main()
