@@ -190,6 +190,8 @@ class EngineConfig:
     # Bytes that a dense copy of the weights may take; beyond, they stay packed as in the file.
     dense_weights_memory_bytes: int | None = None
     attention_backend: AttentionBackend = "auto"
+    # A row's logits are the same bits in any batch, however its prompt is cut; float32 on a CPU.
+    batch_invariant: bool = False
     device: DeviceName = "auto"  # a supported GPU if there is one
     gpu_memory_utilization: float = 0.9  # share of a card's memory that everything may take
     seed: int | None = None  # of requests without their own; None: another at every start

@@ -53,6 +53,7 @@ class LLM:
         num_gpu_blocks_override: int | None = None,
         enable_prefix_caching: bool = True,
         attention_backend: AttentionBackend = "auto",
+        batch_invariant: bool = False,
         load_format: str = "auto",
         revision: str | None = None,
         seed: int | None = None,
@@ -64,6 +65,7 @@ class LLM:
             max_num_batched_tokens=max_num_batched_tokens,
             dtype=dtype,
             attention_backend=attention_backend,
+            batch_invariant=batch_invariant,
             seed=seed,
             cache=CacheConfig(
                 block_size=block_size,

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from numba import njit
 
 from attention.ragged import make_ragged
-from stairs.attention import cpu
+from stairs.attention import cpu, jit
 from stairs.attention.attend import attend
 from stairs.attention.choose import KEY_TILE
 from stairs.attention.meta import AttnMeta
@@ -119,7 +119,7 @@ def test_compiled_kernels_lie_in_the_users_cache(
         monkeypatch.delenv(name, raising=False)
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
-    assert Path(cpu._cache_folder()) == folder
+    assert Path(jit._cache_folder()) == folder
 
 
 def test_a_half_written_batch_is_refused_before_anything_is_written() -> None:

@@ -67,7 +67,7 @@ def _attend_cpu(
     from stairs.attention.gathered import attend_long
 
     write_and_attend_short(q, k, v, layer_kv, meta, scale=scale, out=out)
-    if meta.max_q >= SHORT_ROWS:
+    if meta.max_q >= SHORT_ROWS and not meta.batch_invariant:
         attend_long(q, layer_kv, meta, scale=scale, out=out)
 
 

@@ -9,61 +9,26 @@ uses all threads, and partial states are merged by the law of ``online``. One th
 
 from __future__ import annotations
 
-import functools
 import math
-import os
-import threading
-from pathlib import Path
 
-import numba
 import numpy as np
 import torch
 from llvmlite import ir
-from numba import njit, prange, types
+from numba import types
 from numba.extending import intrinsic, overload
 from torch import Tensor
 
 from stairs.attention.choose import KEY_TILE, SHORT_ROWS
+from stairs.attention.jit import as_float, exp_float32, njit, prange, use_torch_threads
 from stairs.attention.meta import AttnMeta, LayerKV
 from stairs.attention.reference import compute_dtype
 
 __all__ = ["gather_checked", "write_and_attend_short"]
 
 
-def _cache_folder() -> str:
-    root = os.environ.get("STAIRS_CACHE")
-    if root:
-        return str(Path(root) / "numba")
-    home = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
-    return str(Path(home).expanduser() / "stairs" / "numba")
-
-
-# Read when a function is decorated, so before the first of them. torch was imported first: its
-# OpenMP is then the one Numba's omp layer binds to, and both share one pool of threads.
-if "NUMBA_CACHE_DIR" not in os.environ:
-    numba.config.CACHE_DIR = _cache_folder()
-if "NUMBA_THREADING_LAYER" not in os.environ:
-    numba.config.THREADING_LAYER_PRIORITY = ["omp", "tbb", "workqueue"]
-
 # Sums may be reordered and contracted. No flag here lets the compiler assume finite values:
 # -inf, inf and NaN keep their meaning.
 _SUMS = {"reassoc", "contract", "nsz"}
-
-
-@intrinsic
-def _as_int(typing_context, value):
-    def codegen(context, builder, signature, args):
-        return builder.bitcast(args[0], ir.IntType(32))
-
-    return types.int32(types.float32), codegen
-
-
-@intrinsic
-def _as_float(typing_context, value):
-    def codegen(context, builder, signature, args):
-        return builder.bitcast(args[0], ir.FloatType())
-
-    return types.float32(types.int32), codegen
 
 
 @intrinsic
@@ -93,15 +58,15 @@ def _widen(value):
 @overload(_widen)
 def _widen_overload(value):
     if value == types.uint16:
-        return lambda value: _as_float(np.int32(np.uint32(value) << np.uint32(16)))
+        return lambda value: as_float(np.int32(np.uint32(value) << np.uint32(16)))
     if value == types.int16:
 
         def from_half(value):
             magnitude = np.int32(value & 0x7FFF)
             # The exponent's bias differs by 112; the product also makes subnormals right.
-            number = _as_float(np.int32(magnitude << 13)) * np.float32(2.0**112)
+            number = as_float(np.int32(magnitude << 13)) * np.float32(2.0**112)
             if magnitude >= 0x7C00:
-                number = _as_float(np.int32((magnitude << 13) | 0x7F800000))
+                number = as_float(np.int32((magnitude << 13) | 0x7F800000))
             return -number if value < 0 else number
 
         return from_half
@@ -112,64 +77,40 @@ def _exp(value):
     raise NotImplementedError
 
 
-@njit(fastmath={"contract"})
-def _exp_float32(x):
-    """exp for x <= 0 within 1 ulp, in straight-line code that vectorises.
-
-    x = n ln 2 + r with |r| <= ln 2 / 2; exp(r) by its series to r^7 / 7! (the next term is 5e-9).
-    Adding 1.5 * 2^23 rounds to an integer and leaves n in the low bits; below exp(-87) it is 0.
-    """
-    shifted = x * np.float32(1.4426950408889634) + np.float32(12582912.0)
-    n = shifted - np.float32(12582912.0)
-    r = x - n * np.float32(0.693145751953125)  # ln 2 in two parts, the first exact in 16 bits
-    r = r - n * np.float32(1.4286068203094172e-06)
-    p = np.float32(1 / 5040)
-    p = p * r + np.float32(1 / 720)
-    p = p * r + np.float32(1 / 120)
-    p = p * r + np.float32(1 / 24)
-    p = p * r + np.float32(1 / 6)
-    p = p * r + np.float32(0.5)
-    p = p * r + np.float32(1)
-    p = p * r + np.float32(1)
-    power = _as_float(np.int32((_as_int(shifted) + np.int32(127)) << 23))
-    return np.float32(0) if x < np.float32(-87) else p * power
-
-
 @overload(_exp)
 def _exp_overload(value):
     if value == types.float32:
-        return lambda value: _exp_float32(value)
+        return lambda value: exp_float32(value)
     return lambda value: math.exp(value)
 
 
 @njit
-def _prefetch_keys(pool, table, seat, head, key, end):
-    """Ask for four keys of the run that ends at ``end``; across a page's end the hint misses.
+def _prefetch_four(pool, table, seat, head, key):
+    """Ask for the rows of four keys; across a page's end the hint misses.
 
-    Four at a time beside the arithmetic of four others: a whole page at once fills the queue of
-    misses and everything waits (72 ns a key at group 3, D 64, one thread, against 42; none: 87).
+    While four keys are worked on, four values of the same tile are asked for, and keys of the
+    next tile while values are. More at a time fills the queue of misses and everything waits:
+    group 3, D 64, one thread, ns a key: none 87, page by page 72, fours a tile ahead 43, so 37.
     """
-    if key < end:
-        _, kv_heads, block_size, head_dim = pool.shape
-        page, offset = np.int64(table[seat, key // block_size]), key % block_size
-        first = ((page * kv_heads + head) * block_size + offset) * head_dim
-        for element in range(first, first + 4 * head_dim, 64 // pool.itemsize):
-            _prefetch(pool, element)
+    _, kv_heads, block_size, head_dim = pool.shape
+    page, offset = np.int64(table[seat, key // block_size]), key % block_size
+    first = ((page * kv_heads + head) * block_size + offset) * head_dim
+    for element in range(first, first + 4 * head_dim, 64 // pool.itemsize):
+        _prefetch(pool, element)
 
 
 @njit(fastmath=_SUMS)
 def _score_tile(
-    queries, num_q, group, past, scale, pool, table, seat, head, start, stop, end, scores
+    queries, num_q, group, past, scale, k_pool, v_pool, table, seat, head, start, stop, scores
 ):
     """scores[row, j] = scale * queries[row] . key start + j, where the row sees that key."""
-    block_size, head_dim = pool.shape[2], pool.shape[3]
-    tile = scores.shape[1]
+    block_size, head_dim = k_pool.shape[2], k_pool.shape[3]
     key = start
     while key < stop:
         page, offset = table[seat, key // block_size], key % block_size
         num = min(4, block_size - offset, stop - key)
         column = key - start
-        _prefetch_keys(pool, table, seat, head, key + tile, end)
+        _prefetch_four(v_pool, table, seat, head, key)
         for query in range(num_q):
             seen = min(num, past + query + 1 - key)
             for row in range(query * group, query * group + group):
@@ -178,10 +119,10 @@ def _score_tile(
                     b, c, d = a, a, a
                     for e in range(head_dim):
                         x = queries[row, e]
-                        a += x * _widen(pool[page, head, offset, e])
-                        b += x * _widen(pool[page, head, offset + 1, e])
-                        c += x * _widen(pool[page, head, offset + 2, e])
-                        d += x * _widen(pool[page, head, offset + 3, e])
+                        a += x * _widen(k_pool[page, head, offset, e])
+                        b += x * _widen(k_pool[page, head, offset + 1, e])
+                        c += x * _widen(k_pool[page, head, offset + 2, e])
+                        d += x * _widen(k_pool[page, head, offset + 3, e])
                     scores[row, column] = scale * a
                     scores[row, column + 1] = scale * b
                     scores[row, column + 2] = scale * c
@@ -190,24 +131,25 @@ def _score_tile(
                     for j in range(seen):
                         a = scores.dtype.type(0)
                         for e in range(head_dim):
-                            a += queries[row, e] * _widen(pool[page, head, offset + j, e])
+                            a += queries[row, e] * _widen(k_pool[page, head, offset + j, e])
                         scores[row, column + j] = scale * a
         key += num
 
 
 @njit(fastmath=_SUMS)
 def _value_tile(
-    weights, num_q, group, past, pool, table, seat, head, start, stop, end, parts, slot
+    weights, num_q, group, past, k_pool, v_pool, table, seat, head, start, stop, end, parts, slot
 ):
     """parts[slot, row] += weights[row, j] * value start + j, over the keys that the row sees."""
-    block_size, head_dim = pool.shape[2], pool.shape[3]
-    tile = weights.shape[1]
+    block_size, head_dim = v_pool.shape[2], v_pool.shape[3]
+    ahead = weights.shape[1]
     key = start
     while key < stop:
         page, offset = table[seat, key // block_size], key % block_size
         num = min(4, block_size - offset, stop - key)
         column = key - start
-        _prefetch_keys(pool, table, seat, head, key + tile, end)
+        if key + ahead < end:
+            _prefetch_four(k_pool, table, seat, head, key + ahead)
         for query in range(num_q):
             seen = min(num, past + query + 1 - key)
             for row in range(query * group, query * group + group):
@@ -216,16 +158,16 @@ def _value_tile(
                     c, d = weights[row, column + 2], weights[row, column + 3]
                     for e in range(head_dim):
                         parts[slot, row, e] += (
-                            a * _widen(pool[page, head, offset, e])
-                            + b * _widen(pool[page, head, offset + 1, e])
-                            + c * _widen(pool[page, head, offset + 2, e])
-                            + d * _widen(pool[page, head, offset + 3, e])
+                            a * _widen(v_pool[page, head, offset, e])
+                            + b * _widen(v_pool[page, head, offset + 1, e])
+                            + c * _widen(v_pool[page, head, offset + 2, e])
+                            + d * _widen(v_pool[page, head, offset + 3, e])
                         )
                 else:
                     for j in range(seen):
                         a = weights[row, column + j]
                         for e in range(head_dim):
-                            parts[slot, row, e] += a * _widen(pool[page, head, offset + j, e])
+                            parts[slot, row, e] += a * _widen(v_pool[page, head, offset + j, e])
         key += num
 
 
@@ -264,7 +206,7 @@ def _attend_tile(
     m, l = head_dim, head_dim + 1  # columns of parts behind the accumulator
     stop = min(start + scores.shape[1], end)
     _score_tile(
-        queries, num_q, group, past, scale, k_pool, table, seat, head, start, stop, end, scores
+        queries, num_q, group, past, scale, k_pool, v_pool, table, seat, head, start, stop, scores
     )
     num_pairs = 0
     for row in range(num_q * group):
@@ -279,7 +221,7 @@ def _attend_tile(
                 parts[slot, row, e] *= kept
             num_pairs += seen
     _value_tile(
-        scores, num_q, group, past, v_pool, table, seat, head, start, stop, end, parts, slot
+        scores, num_q, group, past, k_pool, v_pool, table, seat, head, start, stop, end, parts, slot
     )
     return num_pairs
 
@@ -327,13 +269,13 @@ def _plan(cu_q, kv_len, group, short_rows, key_tile, plan):
 
 @njit
 def _attend_part(
-    thread, num_threads, key_tile, q, k_pool, v_pool, cu_q, kv_len, table, scale, plan, parts,
-    visits,
+    thread, num_threads, key_tile, whole, q, k_pool, v_pool, cu_q, kv_len, table, scale, plan,
+    parts, visits,
 ):  # fmt: skip
     """One thread's run of tiles, an equal share of the cost over all (sequence, kv head) tasks.
 
     Its part of a task lies at slot task + thread: no two parts share a slot, because a thread
-    enters a task only where the thread before it left it.
+    enters a task only where the thread before it left it. ``whole``: no task is cut.
     """
     kv_heads, head_dim = k_pool.shape[1], k_pool.shape[3]
     group = q.shape[1] // kv_heads
@@ -350,6 +292,8 @@ def _attend_part(
         # A tile belongs to the thread in whose range its first unit of cost lies.
         low = max(0, (first - base + cost - 1) // cost)
         high = min(tiles, (last - base + cost - 1) // cost)
+        if whole:
+            low, high = 0, tiles if first <= base < last else 0
         base += tiles * cost
         if low >= high:
             continue
@@ -406,7 +350,7 @@ def _finish(num_threads, cu_q, plan, parts, visits, kv_heads, key_bytes, out, co
 @njit(parallel=True, nogil=True, cache=True)
 def _write_and_attend(
     q, k, v, k_pool, v_pool, cu_q, kv_len, block_table, slots, scale, out, counts, num_threads,
-    short_rows, key_tile,
+    short_rows, key_tile, whole,
 ):  # fmt: skip
     """write_and_attend_short, on arrays. What needs no threads is compiled without them."""
     num_pages, kv_heads, block_size, head_dim = k_pool.shape
@@ -426,8 +370,8 @@ def _write_and_attend(
             visits[slot, 0], visits[slot, 1], visits[slot, 2] = -1, 0, 0
         for thread in prange(num_threads):
             _attend_part(
-                thread, num_threads, key_tile, q, k_pool, v_pool, cu_q, kv_len, block_table, scale,
-                plan, parts, visits,
+                thread, num_threads, key_tile, whole, q, k_pool, v_pool, cu_q, kv_len, block_table,
+                scale, plan, parts, visits,
             )  # fmt: skip
         _finish(num_threads, cu_q, plan, parts, visits, kv_heads, key_bytes, out, counts)
 
@@ -447,27 +391,20 @@ def _gather(k_pool, v_pool, block_table, seat, keys, values):
                     values[head, first + offset, e] = _widen(v_pool[page, head, offset, e])
 
 
-@functools.lru_cache(maxsize=1)
-def _share_threads(num_threads: int, caller: int) -> int:
-    """Let Numba run on as many threads as torch does, in the thread ``caller``, which keeps its
-    own width. Asked every layer, so the answer is kept while it holds."""
-    numba.set_num_threads(min(num_threads, numba.config.NUMBA_NUM_THREADS))
-    if torch.get_num_threads() != num_threads:
-        # Numba's first launch sets the process's OpenMP width, which is torch's too.
-        torch.set_num_threads(num_threads)
-    return num_threads
-
-
 def write_and_attend_short(
     q: Tensor, k: Tensor, v: Tensor, layer_kv: LayerKV, meta: AttnMeta, *, scale: float, out: Tensor
 ) -> None:
     """Write k, v (T, G, D) at ``meta.slots``; attend for every sequence of fewer than SHORT_ROWS
-    queries, q (T, H, D) into the same rows of out (T, H, D). Other rows of out are left alone."""
+    queries, q (T, H, D) into the same rows of out (T, H, D). Other rows of out are left alone.
+
+    If the step is ``batch_invariant``, for every sequence, and in one order of sums whatever the
+    other rows and sequences: tiles of keys begin at multiples of KEY_TILE, and none are merged.
+    """
     dtype = compute_dtype(q.dtype, layer_kv.k.dtype)
     queries = q.to(dtype).contiguous()
     result = out if out.dtype == dtype and out.is_contiguous() else torch.empty_like(queries)
     pool_dtype = layer_kv.k.dtype
-    num_threads = _share_threads(torch.get_num_threads(), threading.get_ident())
+    num_threads = use_torch_threads()
     _write_and_attend(
         queries.numpy(),
         _bits(k.to(pool_dtype).contiguous()),
@@ -482,8 +419,10 @@ def write_and_attend_short(
         result.numpy(),
         meta.counts.numpy(),
         num_threads,
-        SHORT_ROWS,  # arguments: what is compiled and cached must not depend on another file
+        # Arguments: what is compiled and cached must not depend on another file.
+        meta.max_q + 1 if meta.batch_invariant else SHORT_ROWS,
         KEY_TILE,
+        meta.batch_invariant,
     )
     if result is not out:
         out.copy_(result)
@@ -495,7 +434,7 @@ def gather_checked(
     """Fill keys and values (G, Sk, D), of a dtype at least as wide as the pool's, with a sequence
     whose page ids ``write_and_attend_short`` has checked; the bytes read."""
     table = meta.block_table.contiguous().numpy()
-    _share_threads(torch.get_num_threads(), threading.get_ident())
+    use_torch_threads()
     _gather(_bits(layer_kv.k), _bits(layer_kv.v), table, seat, keys.numpy(), values.numpy())
     return keys.numel() * layer_kv.k.itemsize + values.numel() * layer_kv.v.itemsize
 

@@ -55,6 +55,7 @@ class AttnMeta:
     max_q: int  # host ints: bounds that choose an implementation, never a sync
     max_kv: int
     work: tuple[WorkList, ...] = ()  # for a GPU: built with the batch
+    batch_invariant: bool = False  # a row's bits depend on its own sequence alone
     counting: bool = True  # GPU kernels count only for tests and ``verify``; a CPU's always do
 
     # Columns of ``counts``, each summed over layers. Pairs: over query heads too.

@@ -52,19 +52,22 @@ class Batch:
         block_size: int,
         device: torch.device,
         cutter: Cutter | None = None,
+        batch_invariant: bool = False,
     ) -> None:
         self.block_size = block_size
         self.device = device
         self.cutter = cutter
+        self.batch_invariant = batch_invariant
         self.counting = cutter is None  # kernels that are cut for count only when asked
         self._table = np.full((max_num_seqs, max_blocks), -1, dtype=np.int32)
         self._rows: dict[Sequence, int] = {}
         self._filled: dict[Sequence, int] = {}  # blocks of each sequence already in its row
+        self._admission: dict[Sequence, int] = {}  # preemptions before the one it has its row from
         self._free = list(range(max_num_seqs - 1, -1, -1))
 
     def build(self, plan: StepPlan) -> StepBatch:
         """Tensors of one step; call before ``commit`` changes the sequences."""
-        self._drop_absent(plan)
+        self._drop_absent()
         sequences = [item.sequence for item in plan.work]
         start = np.array([s.num_computed for s in sequences], dtype=np.int64)
         num_new = np.array([item.num_new for item in plan.work], dtype=np.int64)
@@ -91,6 +94,7 @@ class Batch:
             max_q=int(num_new.max()),
             max_kv=int(kv_len.max()),
             work=() if self.cutter is None else self.cutter(num_new, kv_len),
+            batch_invariant=self.batch_invariant,
             counting=self.counting,
         )
         return StepBatch(
@@ -117,6 +121,7 @@ class Batch:
         if sequence not in self._rows:
             self._rows[sequence] = self._free.pop()
             self._filled[sequence] = 0
+            self._admission[sequence] = sequence.num_preemptions
         row, filled = self._rows[sequence], self._filled[sequence]
         new = sequence.blocks[filled:]
         if new:
@@ -124,13 +129,14 @@ class Batch:
             self._filled[sequence] = filled + len(new)
         return row
 
-    def _drop_absent(self, plan: StepPlan) -> None:
-        """Give back the rows of sequences that finished or were preempted since the last step."""
-        gone = [s for s in self._rows if s.status is not Status.RUNNING]
-        gone += [s for s in plan.preempted if s in self._rows and s not in gone]
-        for sequence in gone:
-            self._free.append(self._rows.pop(sequence))
-            del self._filled[sequence]
+    def _drop_absent(self) -> None:
+        """Give back the rows of sequences that finished or were preempted since the last step: one
+        that was taken in again already has other blocks than its row says."""
+        for sequence in list(self._rows):
+            admission = self._admission[sequence]
+            if sequence.status is not Status.RUNNING or sequence.num_preemptions != admission:
+                self._free.append(self._rows.pop(sequence))
+                del self._filled[sequence], self._admission[sequence]
 
 
 def _unscored(sequence: Sequence, computed: int) -> tuple[int, int]:

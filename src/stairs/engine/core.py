@@ -76,6 +76,7 @@ class Engine:
             block_size=config.cache.block_size,
             device=kv.layers[0].k.device,
             cutter=cutter,
+            batch_invariant=config.batch_invariant,
         )
         self._live: dict[int, list[Sequence]] = {}  # unfinished answers of each request
         self._seeds = random.Random(config.seed)

@@ -40,6 +40,8 @@ def resolve(
     on_gpu = config.device == "cuda"
     own_dtype = "bfloat16" if on_gpu else "float32"
     dtype = own_dtype if config.dtype == "auto" else config.dtype
+    if config.batch_invariant:
+        _check_batch_invariant(config, dtype)
     cache = config.cache
     kv_dtype = dtype if cache.dtype == "auto" else cache.dtype
     block_bytes = cache.block_size * costs.kv_bytes_per_token(model_config, DTYPE_BYTES[kv_dtype])
@@ -69,6 +71,18 @@ def resolve(
         dtype=dtype,
         cache=replace(cache, dtype=kv_dtype, num_blocks=num_blocks),
     )
+
+
+def _check_batch_invariant(config: EngineConfig, dtype: str) -> None:
+    for name, value, known in (
+        ("device", config.device, ("auto", "cpu")),
+        ("dtype", dtype, ("float32",)),
+        ("attention_backend", config.attention_backend, ("auto", "cpu")),
+    ):
+        if value not in known:
+            raise ConfigError(
+                f"batch_invariant needs {name} {known[-1]}, not {value}", param="batch_invariant"
+            )
 
 
 def cpu_pool_budget(free: int) -> int:

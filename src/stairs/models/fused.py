@@ -15,7 +15,7 @@ from stairs.attention.devices import triton_supports
 from stairs.attention.meta import AttnMeta, LayerKV
 from stairs.models.layers import ACTIVATIONS, LayerNorm, RMSNorm, apply_rotary
 
-__all__ = ["add_norm", "attend_rotated", "gated"]
+__all__ = ["activated", "add_norm", "attend_rotated", "gated"]
 
 
 def _on_gpu(x: Tensor) -> bool:
@@ -42,6 +42,15 @@ def add_norm(x: Tensor, branch: Tensor, norm: RMSNorm | LayerNorm) -> tuple[Tens
 def add_norm_torch(x: Tensor, branch: Tensor, norm: RMSNorm | LayerNorm) -> tuple[Tensor, Tensor]:
     x = x + branch
     return norm(x), x
+
+
+def activated(x: Tensor, activation: str) -> Tensor:
+    """act(x), of a plain MLP."""
+    if activation == "gelu_new" and _on_cpu(x):
+        from stairs.models.glue_cpu import gelu
+
+        return gelu(x)
+    return ACTIVATIONS[activation](x)
 
 
 def gated(gate_up: Tensor, activation: str) -> Tensor:

@@ -12,10 +12,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from stairs.attention.cpu import _exp_float32
-from stairs.attention.jit import njit, prange, use_torch_threads
+from stairs.attention.jit import exp_float32, njit, prange, use_torch_threads
 
-__all__ = ["add_rms_norm", "rotate", "rotation", "silu_mul"]
+__all__ = ["add_rms_norm", "gelu", "rotate", "rotation", "silu_mul"]
 
 _SUMS = {"reassoc", "contract", "nsz"}
 _SERIAL = 16  # rows up to which one thread is quicker than waking others
@@ -68,7 +67,7 @@ def _silu_mul_row(gate_up, out):
     size = out.shape[0]
     for i in range(size):
         gate = gate_up[i]
-        small = _exp_float32(-abs(gate))
+        small = exp_float32(-abs(gate))
         share = (small if gate < 0 else np.float32(1)) / (np.float32(1) + small)
         out[i] = gate * share * gate_up[size + i]
 
@@ -93,6 +92,28 @@ def silu_mul(gate_up: Tensor) -> Tensor:
         use_torch_threads()
         run = _silu_mul_many
     run(gate_up.contiguous().numpy(), out.numpy())
+    return out
+
+
+@njit(parallel=True, nogil=True, cache=True)
+def _gelu(x, out):
+    for row in prange(x.shape[0]):
+        for i in range(x.shape[1]):
+            value = x[row, i]
+            # 0.5 (1 + tanh u) = sigmoid(2 u), u = sqrt(2 / pi) (x + 0.044715 x^3)
+            inner = np.float32(1.5957691216057308) * (
+                value + np.float32(0.044715) * value * value * value
+            )
+            small = exp_float32(-abs(inner))
+            share = (small if inner < 0 else np.float32(1)) / (np.float32(1) + small)
+            out[row, i] = value * share
+
+
+def gelu(x: Tensor) -> Tensor:
+    """(T, F): gelu by its tanh formula (Hendrycks and Gimpel 2016)."""
+    out = torch.empty(x.shape)
+    use_torch_threads()
+    _gelu(x.contiguous().numpy(), out.numpy())
     return out
 
 

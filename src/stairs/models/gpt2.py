@@ -13,8 +13,8 @@ from torch import Tensor
 from stairs.attention.attend import attend
 from stairs.attention.meta import AttnMeta, LayerKV
 from stairs.config import ModelConfig
-from stairs.models.fused import add_norm
-from stairs.models.layers import ACTIVATIONS, LayerNorm, Linear
+from stairs.models.fused import activated, add_norm
+from stairs.models.layers import LayerNorm, Linear
 from stairs.models.weights import Weights
 
 __all__ = ["GPT2"]
@@ -54,7 +54,7 @@ class GPT2:
             q, k, v = heads.unbind(dim=1)
             out = attend(q, k, v, layer_kv, meta, backend=self.attention_backend)
             normed, x = add_norm(x, layer.output(out.reshape(len(x), -1)), layer.mlp_norm)
-            branch = layer.down(ACTIVATIONS[c.activation](layer.up(normed)))
+            branch = layer.down(activated(layer.up(normed), c.activation))
             normed, x = add_norm(x, branch, next_norm)
         return normed
 

@@ -45,8 +45,10 @@ def build_model(
     device: torch.device,
     attention_backend: str = "auto",
     packed: bool = False,
+    batch_invariant: bool = False,
 ) -> Model:
-    """Load all weights of ``source`` in ``dtype`` onto ``device``; ``packed`` as in ``Weights``.
+    """Load all weights of ``source`` in ``dtype`` onto ``device``; ``packed`` and
+    ``batch_invariant`` as in ``Weights``.
 
     Raises ConfigError for a model_type without a row. ``source`` has checked its tensors' names
     and shapes when it was made.
@@ -56,5 +58,7 @@ def build_model(
             f"model_type {config.model_type!r} cannot be run; one of {', '.join(MODELS)}",
             param="model_type",
         )
-    weights = Weights(source, dtype=dtype, device=device, packed=packed)
+    weights = Weights(
+        source, dtype=dtype, device=device, packed=packed, batch_invariant=batch_invariant
+    )
     return MODELS[config.model_type](config, weights, attention_backend=attention_backend)

@@ -68,11 +68,7 @@ class Weights:
             return DenseLinear(weight, bias)
         rows = PackedRows(weight.view(torch.uint8), "F32", (weight.shape[0], weight.shape[1]))
         if not self._in_registers((rows,)):
-            raise ConfigError(
-                f"batch_invariant: no product for a {rows.shape} matrix of "
-                f"{str(self.dtype).removeprefix('torch.')} on {self.device.type}",
-                param="batch_invariant",
-            )
+            raise _not_invariant(f"F32 of shape {rows.shape}")
         return PackedLinear((rows,), bias, in_registers=True)
 
     def _stays(self, parts: tuple[PackedRows, ...]) -> bool:
@@ -83,6 +79,8 @@ class Weights:
     ) -> PackedLinear:
         """``names``: of a dense copy for many rows, made where it is quicker and may be held."""
         in_registers, dense = self._in_registers(parts), None
+        if self.batch_invariant and not in_registers:
+            raise _not_invariant(", ".join(part.type for part in parts))
         if in_registers and not self.packed and not self.batch_invariant and names:
             from stairs.models.quantised_cpu import has_wide_vectors
 
@@ -96,6 +94,10 @@ class Weights:
         from stairs.models.quantised_cpu import supports  # Numba, only where it is used
 
         return all(supports(part) for part in parts)
+
+
+def _not_invariant(what: str) -> ConfigError:
+    return ConfigError(f"batch_invariant: no kernel for {what}", param="batch_invariant")
 
 
 def _stacked(parts: list[Tensor]) -> Tensor:

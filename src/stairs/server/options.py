@@ -50,6 +50,7 @@ class ServeOptions:
     num_gpu_blocks_override: Annotated[int | None, "Blocks of the K/V pool."] = None
     enable_prefix_caching: Annotated[bool, "Share the K/V of equal beginnings."] = True
     attention_backend: Annotated[str, "auto, reference, online or cpu."] = "auto"
+    batch_invariant: Annotated[bool, "The same bits in any batch; float32 on a CPU."] = False
     seed: Annotated[int | None, "Of requests without their own; default: random."] = None
     log_level: Annotated[str, "debug, info, warning or error."] = "info"
     log_format: Annotated[str, "text or json."] = "text"
@@ -82,6 +83,7 @@ class ServeOptions:
             prefill_chunk_size=self.prefill_chunk_size,
             max_num_batched_tokens=self.max_num_batched_tokens,
             dtype=self.dtype,
+            batch_invariant=self.batch_invariant,
             attention_backend=cast(AttentionBackend, self.attention_backend),
             seed=self.seed,
             cache=CacheConfig(
