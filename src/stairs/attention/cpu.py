@@ -9,61 +9,26 @@ uses all threads, and partial states are merged by the law of ``online``. One th
 
 from __future__ import annotations
 
-import functools
 import math
-import os
-import threading
-from pathlib import Path
 
-import numba
 import numpy as np
 import torch
 from llvmlite import ir
-from numba import njit, prange, types
+from numba import types
 from numba.extending import intrinsic, overload
 from torch import Tensor
 
 from stairs.attention.choose import KEY_TILE, SHORT_ROWS
+from stairs.attention.jit import as_float, exp_float32, njit, prange, use_torch_threads
 from stairs.attention.meta import AttnMeta, LayerKV
 from stairs.attention.reference import compute_dtype
 
 __all__ = ["gather_checked", "write_and_attend_short"]
 
 
-def _cache_folder() -> str:
-    root = os.environ.get("STAIRS_CACHE")
-    if root:
-        return str(Path(root) / "numba")
-    home = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
-    return str(Path(home).expanduser() / "stairs" / "numba")
-
-
-# Read when a function is decorated, so before the first of them. torch was imported first: its
-# OpenMP is then the one Numba's omp layer binds to, and both share one pool of threads.
-if "NUMBA_CACHE_DIR" not in os.environ:
-    numba.config.CACHE_DIR = _cache_folder()
-if "NUMBA_THREADING_LAYER" not in os.environ:
-    numba.config.THREADING_LAYER_PRIORITY = ["omp", "tbb", "workqueue"]
-
 # Sums may be reordered and contracted. No flag here lets the compiler assume finite values:
 # -inf, inf and NaN keep their meaning.
 _SUMS = {"reassoc", "contract", "nsz"}
-
-
-@intrinsic
-def _as_int(typing_context, value):
-    def codegen(context, builder, signature, args):
-        return builder.bitcast(args[0], ir.IntType(32))
-
-    return types.int32(types.float32), codegen
-
-
-@intrinsic
-def _as_float(typing_context, value):
-    def codegen(context, builder, signature, args):
-        return builder.bitcast(args[0], ir.FloatType())
-
-    return types.float32(types.int32), codegen
 
 
 @intrinsic
@@ -93,15 +58,15 @@ def _widen(value):
 @overload(_widen)
 def _widen_overload(value):
     if value == types.uint16:
-        return lambda value: _as_float(np.int32(np.uint32(value) << np.uint32(16)))
+        return lambda value: as_float(np.int32(np.uint32(value) << np.uint32(16)))
     if value == types.int16:
 
         def from_half(value):
             magnitude = np.int32(value & 0x7FFF)
             # The exponent's bias differs by 112; the product also makes subnormals right.
-            number = _as_float(np.int32(magnitude << 13)) * np.float32(2.0**112)
+            number = as_float(np.int32(magnitude << 13)) * np.float32(2.0**112)
             if magnitude >= 0x7C00:
-                number = _as_float(np.int32((magnitude << 13) | 0x7F800000))
+                number = as_float(np.int32((magnitude << 13) | 0x7F800000))
             return -number if value < 0 else number
 
         return from_half
@@ -112,33 +77,10 @@ def _exp(value):
     raise NotImplementedError
 
 
-@njit(fastmath={"contract"})
-def _exp_float32(x):
-    """exp for x <= 0 within 1 ulp, in straight-line code that vectorises.
-
-    x = n ln 2 + r with |r| <= ln 2 / 2; exp(r) by its series to r^7 / 7! (the next term is 5e-9).
-    Adding 1.5 * 2^23 rounds to an integer and leaves n in the low bits; below exp(-87) it is 0.
-    """
-    shifted = x * np.float32(1.4426950408889634) + np.float32(12582912.0)
-    n = shifted - np.float32(12582912.0)
-    r = x - n * np.float32(0.693145751953125)  # ln 2 in two parts, the first exact in 16 bits
-    r = r - n * np.float32(1.4286068203094172e-06)
-    p = np.float32(1 / 5040)
-    p = p * r + np.float32(1 / 720)
-    p = p * r + np.float32(1 / 120)
-    p = p * r + np.float32(1 / 24)
-    p = p * r + np.float32(1 / 6)
-    p = p * r + np.float32(0.5)
-    p = p * r + np.float32(1)
-    p = p * r + np.float32(1)
-    power = _as_float(np.int32((_as_int(shifted) + np.int32(127)) << 23))
-    return np.float32(0) if x < np.float32(-87) else p * power
-
-
 @overload(_exp)
 def _exp_overload(value):
     if value == types.float32:
-        return lambda value: _exp_float32(value)
+        return lambda value: exp_float32(value)
     return lambda value: math.exp(value)
 
 
@@ -327,13 +269,13 @@ def _plan(cu_q, kv_len, group, short_rows, key_tile, plan):
 
 @njit
 def _attend_part(
-    thread, num_threads, key_tile, q, k_pool, v_pool, cu_q, kv_len, table, scale, plan, parts,
-    visits,
+    thread, num_threads, key_tile, whole, q, k_pool, v_pool, cu_q, kv_len, table, scale, plan,
+    parts, visits,
 ):  # fmt: skip
     """One thread's run of tiles, an equal share of the cost over all (sequence, kv head) tasks.
 
     Its part of a task lies at slot task + thread: no two parts share a slot, because a thread
-    enters a task only where the thread before it left it.
+    enters a task only where the thread before it left it. ``whole``: no task is cut.
     """
     kv_heads, head_dim = k_pool.shape[1], k_pool.shape[3]
     group = q.shape[1] // kv_heads
@@ -350,6 +292,8 @@ def _attend_part(
         # A tile belongs to the thread in whose range its first unit of cost lies.
         low = max(0, (first - base + cost - 1) // cost)
         high = min(tiles, (last - base + cost - 1) // cost)
+        if whole:
+            low, high = 0, tiles if first <= base < last else 0
         base += tiles * cost
         if low >= high:
             continue
@@ -406,7 +350,7 @@ def _finish(num_threads, cu_q, plan, parts, visits, kv_heads, key_bytes, out, co
 @njit(parallel=True, nogil=True, cache=True)
 def _write_and_attend(
     q, k, v, k_pool, v_pool, cu_q, kv_len, block_table, slots, scale, out, counts, num_threads,
-    short_rows, key_tile,
+    short_rows, key_tile, whole,
 ):  # fmt: skip
     """write_and_attend_short, on arrays. What needs no threads is compiled without them."""
     num_pages, kv_heads, block_size, head_dim = k_pool.shape
@@ -426,8 +370,8 @@ def _write_and_attend(
             visits[slot, 0], visits[slot, 1], visits[slot, 2] = -1, 0, 0
         for thread in prange(num_threads):
             _attend_part(
-                thread, num_threads, key_tile, q, k_pool, v_pool, cu_q, kv_len, block_table, scale,
-                plan, parts, visits,
+                thread, num_threads, key_tile, whole, q, k_pool, v_pool, cu_q, kv_len, block_table,
+                scale, plan, parts, visits,
             )  # fmt: skip
         _finish(num_threads, cu_q, plan, parts, visits, kv_heads, key_bytes, out, counts)
 
@@ -447,27 +391,20 @@ def _gather(k_pool, v_pool, block_table, seat, keys, values):
                     values[head, first + offset, e] = _widen(v_pool[page, head, offset, e])
 
 
-@functools.lru_cache(maxsize=1)
-def _share_threads(num_threads: int, caller: int) -> int:
-    """Let Numba run on as many threads as torch does, in the thread ``caller``, which keeps its
-    own width. Asked every layer, so the answer is kept while it holds."""
-    numba.set_num_threads(min(num_threads, numba.config.NUMBA_NUM_THREADS))
-    if torch.get_num_threads() != num_threads:
-        # Numba's first launch sets the process's OpenMP width, which is torch's too.
-        torch.set_num_threads(num_threads)
-    return num_threads
-
-
 def write_and_attend_short(
     q: Tensor, k: Tensor, v: Tensor, layer_kv: LayerKV, meta: AttnMeta, *, scale: float, out: Tensor
 ) -> None:
     """Write k, v (T, G, D) at ``meta.slots``; attend for every sequence of fewer than SHORT_ROWS
-    queries, q (T, H, D) into the same rows of out (T, H, D). Other rows of out are left alone."""
+    queries, q (T, H, D) into the same rows of out (T, H, D). Other rows of out are left alone.
+
+    If the step is ``batch_invariant``, for every sequence, and in one order of sums whatever the
+    other rows and sequences: tiles of keys begin at multiples of KEY_TILE, and none are merged.
+    """
     dtype = compute_dtype(q.dtype, layer_kv.k.dtype)
     queries = q.to(dtype).contiguous()
     result = out if out.dtype == dtype and out.is_contiguous() else torch.empty_like(queries)
     pool_dtype = layer_kv.k.dtype
-    num_threads = _share_threads(torch.get_num_threads(), threading.get_ident())
+    num_threads = use_torch_threads()
     _write_and_attend(
         queries.numpy(),
         _bits(k.to(pool_dtype).contiguous()),
@@ -482,8 +419,10 @@ def write_and_attend_short(
         result.numpy(),
         meta.counts.numpy(),
         num_threads,
-        SHORT_ROWS,  # arguments: what is compiled and cached must not depend on another file
+        # Arguments: what is compiled and cached must not depend on another file.
+        meta.max_q + 1 if meta.batch_invariant else SHORT_ROWS,
         KEY_TILE,
+        meta.batch_invariant,
     )
     if result is not out:
         out.copy_(result)
@@ -495,7 +434,7 @@ def gather_checked(
     """Fill keys and values (G, Sk, D), of a dtype at least as wide as the pool's, with a sequence
     whose page ids ``write_and_attend_short`` has checked; the bytes read."""
     table = meta.block_table.contiguous().numpy()
-    _share_threads(torch.get_num_threads(), threading.get_ident())
+    use_torch_threads()
     _gather(_bits(layer_kv.k), _bits(layer_kv.v), table, seat, keys.numpy(), values.numpy())
     return keys.numel() * layer_kv.k.itemsize + values.numel() * layer_kv.v.itemsize
 
