@@ -19,19 +19,23 @@ run: .venv/.run
 	@$(BIN)/python examples/shared_prompt.py
 
 # Two processes of one thread each: threads of both would wait for one another at each small product.
-test: .venv/.dev
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadscope $(TESTS)
+PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest
+# A process of its own: Triton's interpreter replaces its compiler for all of it.
+INTERPRETED := TRITON_INTERPRET=1 $(PYTEST) tests/attention/test_interpreted.py
 
-# A process of its own: the interpreter replaces the compiler for all of it.
+test: .venv/.dev
+	$(PYTEST) -n 2 --dist loadscope $(TESTS)
+	$(if $(TESTS),,$(INTERPRETED))
+
 test-kernels: .venv/.dev
-	TRITON_INTERPRET=1 $(BIN)/python -m pytest tests/attention/test_interpreted.py
 	STAIRS_ALL_KERNELS=1 $(BIN)/python -m pytest -n auto tests/attention/test_kernel_builds.py
 
 test-gpu: .venv/.dev
 	$(BIN)/python bench/gpu_tests.py
 
 coverage: .venv/.dev
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadscope --cov
+	$(PYTEST) -n 2 --dist loadscope --cov --cov-report= --cov-fail-under=0
+	$(INTERPRETED) --cov --cov-append
 
 check: .venv/.dev
 	$(BIN)/python -m ruff check .
