@@ -7,7 +7,6 @@ task that serves it. A stop string is found here and ends its answer in the engi
 from __future__ import annotations
 
 import asyncio
-import time
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -86,13 +85,13 @@ class Answers:
         prompts: list[Prompt],
         tokenizer: Tokenizer,
         *,
+        arrival: float,
         numbers: Callable[[], int],
         abort: Callable[[Running, int | None], None],
     ) -> None:
         self._wake = asyncio.Event()
         self._abort = abort
         self.running: list[Running] = []
-        arrival = time.monotonic()
         for i, prompt in enumerate(prompts):
             output = RequestOutput("", prompt.text, prompt.tokens, [], RequestMetrics(arrival))
             growing = GrowingOutput(

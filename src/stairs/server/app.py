@@ -104,7 +104,8 @@ def _add_generation(app: FastAPI, service: Service) -> None:
     async def chat_completions(body: ChatRequest, request: Request) -> Response:
         """Answer a conversation."""
         chat = Chat(service, body)
-        answers = service.bridge.submit([await chat.prompt()])
+        prompts = [await chat.prompt()]
+        answers = service.bridge.submit(prompts, arrival=request.state.arrival)
         return await _answer(body.stream, request, answers, chat)
 
     @app.post("/v1/completions", **documented(replies.Completion, stream=True))
@@ -112,7 +113,8 @@ def _add_generation(app: FastAPI, service: Service) -> None:
         """Continue one prompt or several."""
         call = Completions(service, body)
         prompts: list[Prompt] = await call.prompts()
-        return await _answer(body.stream, request, service.bridge.submit(prompts), call)
+        answers = service.bridge.submit(prompts, arrival=request.state.arrival)
+        return await _answer(body.stream, request, answers, call)
 
 
 async def _answer(

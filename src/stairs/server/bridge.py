@@ -78,10 +78,15 @@ class Bridge:
 
     # -- requests ---------------------------------------------------------------------------
 
-    def submit(self, prompts: list[Prompt]) -> Answers:
-        """Send prompts to the engine. Raises OverloadedError or EngineDeadError at once."""
+    def submit(self, prompts: list[Prompt], *, arrival: float) -> Answers:
+        """Send prompts to the engine. Raises OverloadedError or EngineDeadError at once.
+
+        ``arrival`` is the monotonic time at which the request came: its clocks start there.
+        """
         info = self.ready()
-        answers = Answers(prompts, self._tokenizer, numbers=self._numbers, abort=self._abort)
+        answers = Answers(
+            prompts, self._tokenizer, arrival=arrival, numbers=self._numbers, abort=self._abort
+        )
         self._check_room(answers.num_answers, info.max_num_seqs)
         for one in answers.running:
             prompt = one.prompt

@@ -49,6 +49,7 @@ class Gate:
             await self._app(scope, receive, send)
             return
         began = time.monotonic()
+        scope.setdefault("state", {})["arrival"] = began
         headers = Headers(scope=scope)
         label = headers.get("x-request-id", "")
         request_id = label if _LABEL.fullmatch(label) else uuid.uuid4().hex
