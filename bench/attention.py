@@ -20,6 +20,7 @@ import torch.nn.functional as F
 from quoted import commit, machine
 from stairs.attention.attend import attend
 from stairs.attention.meta import AttnMeta, LayerKV
+from stairs.cache.paged_kv import PagedKV
 
 BLOCK = 16
 # heads, kv heads, head_dim: SmolLM2-135M, GPT-2, Llama-3-8B
@@ -33,7 +34,17 @@ def pages_of(
     num_heads, kv_heads, head_dim = shape
     pages = -(-context // BLOCK)
     table = torch.randperm(num_sequences * pages).view(num_sequences, pages).to(torch.int32)
-    pool = (num_sequences * pages, kv_heads, BLOCK, head_dim)
+    pool = PagedKV(
+        num_sequences * pages,
+        BLOCK,
+        num_layers=1,
+        num_kv_heads=kv_heads,
+        head_dim=head_dim,
+        dtype=dtype,
+        device=torch.device("cpu"),
+    ).layers[0]
+    pool.k.normal_()
+    pool.v.normal_()
     position = torch.arange(context - num_q, context)
     page = table[:, position // BLOCK].long()
     num_rows = num_sequences * num_q
@@ -47,7 +58,7 @@ def pages_of(
         max_kv=context,
     )
     rows = tuple(torch.randn(num_rows, n, head_dim) for n in (num_heads, kv_heads, kv_heads))
-    return rows, LayerKV(torch.randn(pool).to(dtype), torch.randn(pool).to(dtype)), meta
+    return rows, pool, meta
 
 
 def in_turn(sides: dict[str, Callable[[], object]], repeats: int) -> dict[str, float]:

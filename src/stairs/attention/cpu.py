@@ -23,7 +23,7 @@ from stairs.attention.jit import as_float, exp_float32, njit, prange, use_torch_
 from stairs.attention.meta import AttnMeta, LayerKV
 from stairs.attention.reference import compute_dtype
 
-__all__ = ["gather_checked", "write_and_attend_short"]
+__all__ = ["gather_reversed", "write_and_attend_short"]
 
 
 # Sums may be reordered and contracted. No flag here lets the compiler assume finite values:
@@ -378,17 +378,18 @@ def _write_and_attend(
 
 @njit(parallel=True, nogil=True, cache=True)
 def _gather(k_pool, v_pool, block_table, seat, keys, values):
-    """Copy one sequence's pages into keys and values (G, Sk, D), widened."""
+    """Copy one sequence's pages into keys and values (G, Sk, D), widened, the last key first."""
     kv_heads, num_kv, head_dim = keys.shape
     block_size = k_pool.shape[2]
     for column in prange((num_kv + block_size - 1) // block_size):
         page, first = block_table[seat, column], column * block_size
         for head in range(kv_heads):
             for offset in range(min(block_size, num_kv - first)):
+                row = num_kv - 1 - first - offset
                 for e in range(head_dim):
-                    keys[head, first + offset, e] = _widen(k_pool[page, head, offset, e])
+                    keys[head, row, e] = _widen(k_pool[page, head, offset, e])
                 for e in range(head_dim):
-                    values[head, first + offset, e] = _widen(v_pool[page, head, offset, e])
+                    values[head, row, e] = _widen(v_pool[page, head, offset, e])
 
 
 def write_and_attend_short(
@@ -428,11 +429,11 @@ def write_and_attend_short(
         out.copy_(result)
 
 
-def gather_checked(
+def gather_reversed(
     layer_kv: LayerKV, meta: AttnMeta, seat: int, *, keys: Tensor, values: Tensor
 ) -> int:
     """Fill keys and values (G, Sk, D), of a dtype at least as wide as the pool's, with a sequence
-    whose page ids ``write_and_attend_short`` has checked; the bytes read."""
+    whose page ids ``write_and_attend_short`` has checked, the last key first; the bytes read."""
     table = meta.block_table.contiguous().numpy()
     use_torch_threads()
     _gather(_bits(layer_kv.k), _bits(layer_kv.v), table, seat, keys.numpy(), values.numpy())

@@ -1,10 +1,10 @@
 """Long rows on a CPU: a sequence's pages are gathered once, then torch's SDPA tiles over them.
 
-The staircase mask is bottom-right aligned and costs O(queries + keys) memory: with the queries
-in reverse order, row i sees key j when i + j < num_keys, so every row of the mask is the same
-vector one step further, and one vector seen with strides (1, 1) is the whole mask. Rows go in
-groups, each over the keys that its last row sees: less is computed above the staircase, and
-nothing is merged, so the error is torch's own.
+The staircase mask is bottom-right aligned and costs O(queries + keys) memory. Softmax does not
+mind the order of the keys, so they are gathered last first: row i of R then sees key j when
+i + j >= R - 1, every row of the mask is the same vector one step further, and one vector seen
+with strides (1, 1) is the whole mask. Rows go in groups, each over the keys that its last row
+sees: less is computed above the staircase, and nothing is merged, so the error is torch's own.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from stairs.attention.choose import ROW_GROUP, SHORT_ROWS
-from stairs.attention.cpu import gather_checked
+from stairs.attention.cpu import gather_reversed
 from stairs.attention.meta import AttnMeta, LayerKV
 from stairs.attention.pages import sequences
 from stairs.attention.reference import compute_dtype
@@ -38,7 +38,7 @@ def attend_long(q: Tensor, layer_kv: LayerKV, meta: AttnMeta, *, scale: float, o
         shape = (kv_heads, sequence.num_kv, head_dim)
         keys, values = _buffers(shape, dtype)
         counts = meta.counts[sequence.seat]
-        counts[AttnMeta.KV_BYTES_READ] += gather_checked(
+        counts[AttnMeta.KV_BYTES_READ] += gather_reversed(
             layer_kv, meta, sequence.seat, keys=keys, values=values
         )
         rows = slice(sequence.first, sequence.first + sequence.num_q)
@@ -67,31 +67,30 @@ def _buffers(shape: tuple[int, int, int], dtype: torch.dtype) -> Tensor:
 
 
 def _climb(queries: Tensor, keys: Tensor, values: Tensor, *, scale: float, out: Tensor) -> int:
-    """queries (Sq, H, D), keys and values (G, Sk, D) into out (Sq, H, D); the pairs it saw."""
+    """queries (Sq, H, D), keys and values (G, Sk, D), the last key first, into out (Sq, H, D);
+    the pairs seen."""
     num_q, num_heads, _ = queries.shape
     num_kv = keys.shape[1]
     past = num_kv - num_q
     blind = max(0, -past)  # rows above the staircase see no key
     out[:blind] = 0
-    staircase = queries.new_zeros(num_kv + ROW_GROUP)
-    staircase[num_kv:] = -torch.inf
+    staircase = queries.new_zeros(ROW_GROUP - 1 + num_kv)
+    staircase[: ROW_GROUP - 1] = -torch.inf
     seen_before = F.pad((staircase == 0).cumsum(0), (1, 0))
     num_pairs = 0
     for first in range(blind, num_q, ROW_GROUP):
-        last = min(num_q, first + ROW_GROUP)
-        stop = past + last  # keys that the group's last row sees
-        begin = num_kv - stop
-        mask = staircase.as_strided((1, 1, last - first, stop), (0, 0, 1, 1), begin)
+        rows = min(ROW_GROUP, num_q - first)
+        stop = past + first + rows  # keys that the group's last row sees
+        begin = ROW_GROUP - rows
         attended = F.scaled_dot_product_attention(
-            queries[first:last].flip(0).transpose(0, 1).unsqueeze(0),
-            keys[:, :stop].unsqueeze(0),
-            values[:, :stop].unsqueeze(0),
-            attn_mask=mask,
+            queries[first : first + rows].transpose(0, 1).unsqueeze(0),
+            keys[:, num_kv - stop :].unsqueeze(0),
+            values[:, num_kv - stop :].unsqueeze(0),
+            attn_mask=staircase.as_strided((1, 1, rows, stop), (0, 0, 1, 1), begin),
             scale=scale,
             enable_gqa=True,
         )
-        out[first:last] = attended[0].transpose(0, 1).flip(0)
-        window = slice(begin, begin + last - first)
-        seen = seen_before[stop:][window] - seen_before[window]
+        out[first : first + rows] = attended[0].transpose(0, 1)
+        seen = seen_before[begin + stop :][:rows] - seen_before[begin:][:rows]
         num_pairs += num_heads * int(seen.sum())
     return num_pairs
