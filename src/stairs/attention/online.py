@@ -20,7 +20,7 @@ from stairs.attention.meta import AttnMeta, LayerKV
 from stairs.attention.pages import SequenceRows, gather, sequences
 from stairs.attention.reference import compute_dtype, visible_keys
 
-__all__ = ["State", "empty", "finish", "merge", "paged_online", "partial", "update"]
+__all__ = ["State", "empty", "finish", "merge", "paged_online", "update"]
 
 
 class State(NamedTuple):
@@ -70,12 +70,6 @@ def finish(state: State) -> tuple[Tensor, Tensor]:
     """O (..., D) and natural-log LSE (...)."""
     out = state.acc / state.l.masked_fill(state.l == 0, 1).unsqueeze(-1)
     return out, state.m + torch.log(state.l)
-
-
-def partial(out: Tensor, lse: Tensor) -> State:
-    """A finished (O, LSE) as a state again, so that it can be merged: m = LSE, l = 1, acc = O."""
-    seen = (lse > -torch.inf).to(out.dtype)
-    return State(lse, seen, out * seen.unsqueeze(-1))
 
 
 def _finite(m: Tensor) -> Tensor:
