@@ -14,14 +14,14 @@ import json
 import os
 import statistics
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from datetime import date
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.attention import SDPBackend, flex_attention, sdpa_kernel
 
 from quoted import commit, machine
 from stairs.attention.attend import attend_written, cut
@@ -31,6 +31,7 @@ from stairs.attention.meta import AttnMeta, LayerKV
 HEADS = [(32, 8, 128), (32, 32, 128), (64, 8, 128), (9, 3, 64), (12, 12, 64), (32, 1, 128)]
 BATCHES = [(1, 1024), (1, 8192), (1, 32768), (8, 8192), (32, 2048), (32, 8192), (128, 1024),
            (128, 4096), (256, 1024)]  # fmt: skip
+HEAD_DIMS = (64, 128, 256)
 LENGTHS = (512, 1024, 2048, 4096, 8192, 16384)
 COLD_BYTES = 300e6  # K/V read between two looks at the same page: several times the L2 cache
 
@@ -70,11 +71,12 @@ def report(**figures: object) -> None:
 # -- prefill --------------------------------------------------------------------------------------
 
 
-def prefill(fa3: Any, *, repeats: int) -> None:
+def prefill(fa3: Any, *, repeats: int, head_dims: Sequence[int]) -> None:
     """16384 tokens in sequences of one length, heads x D = 2048: TFLOP/s."""
-    flex = torch.compile(torch.nn.attention.flex_attention.flex_attention)
-    for head_dim in (64, 128, 256):
+    for head_dim in head_dims:
         for causal in (False, True):
+            torch.compiler.reset()  # else it gives up after some shapes, and runs eager
+            flex = torch.compile(flex_attention.flex_attention, dynamic=False)
             for length in LENGTHS:
                 heads, batch = 2048 // head_dim, 16384 // length
                 shape = (batch, length, heads, head_dim)
@@ -98,7 +100,7 @@ def peers(q: Tensor, k: Tensor, v: Tensor, *, causal: bool, fa3: Any, flex: Any)
         sides[name] = in_backend(backend, rows, causal=causal)
     mask = None
     if causal:
-        make = torch.nn.attention.flex_attention.create_block_mask
+        make = flex_attention.create_block_mask
         mask = make(lambda b, h, i, j: j <= i, None, None, length, length)
     sides["flex"] = lambda: flex(*rows, block_mask=mask)
     if fa3 is not None:
@@ -233,6 +235,7 @@ def main() -> None:
     parser.add_argument("--prefill", action="store_true")
     parser.add_argument("--decode", action="store_true")
     parser.add_argument("--fa3", metavar="FILE")
+    parser.add_argument("--head-dim", type=int, action="append", help="of prefill; repeatable")
     parser.add_argument("--block-size", type=int, default=16)
     parser.add_argument("--repeats", type=int, default=20)
     asked = parser.parse_args()
@@ -243,7 +246,7 @@ def main() -> None:
     both = not (asked.prefill or asked.decode)
     with torch.inference_mode():
         if asked.prefill or both:
-            prefill(fa3, repeats=asked.repeats)
+            prefill(fa3, repeats=asked.repeats, head_dims=asked.head_dim or HEAD_DIMS)
         if asked.decode or both:
             decode(fa3, repeats=asked.repeats, block_size=asked.block_size)
 

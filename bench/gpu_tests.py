@@ -21,7 +21,7 @@ RECORDS = ROOT / "bench" / "records" / "gpu_tests.jsonl"
 
 
 # The kernels' tests share a card; the engine's measure its memory and run alone.
-SHARES = [["-n", "8", "tests/attention", "tests/models"], ["tests/engine"]]
+SHARES = [["-n", "8", "tests/attention", "tests/models"], ["tests/engine/test_on_gpu.py"]]
 
 
 def run(arguments: list[str]) -> Counter[str]:

@@ -173,13 +173,15 @@ TECHNIQUES = (
 
 def _open(model: str, technique: Technique) -> LLM:
     chunk = technique.chunk or _WHOLE_PROMPT
-    return LLM(
+    llm = LLM(
         model,
         prefill_chunk_size=chunk,
         max_num_batched_tokens=chunk * technique.chunks_per_step,
         enable_prefix_caching=technique.run is _pinned,
         attention_backend=technique.backend,
     )
+    llm.engine.count_visits()
+    return llm
 
 
 # -- what is shown ------------------------------------------------------------------------------

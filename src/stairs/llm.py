@@ -17,7 +17,7 @@ from typing import Any, cast
 from stairs.accounting.record import Phase, Totals
 from stairs.cache.prefix import Pin
 from stairs.checkpoints.checkpoint import open_checkpoint
-from stairs.config import AttentionBackend, CacheConfig, EngineConfig, SamplingParams
+from stairs.config import AttentionBackend, CacheConfig, DeviceName, EngineConfig, SamplingParams
 from stairs.engine.build import build_engine
 from stairs.engine.prefix_files import load_prefix, read_prefix_tokens, save_prefix
 from stairs.engine.sequence import TokenEvent
@@ -53,6 +53,8 @@ class LLM:
         num_gpu_blocks_override: int | None = None,
         enable_prefix_caching: bool = True,
         attention_backend: AttentionBackend = "auto",
+        device: DeviceName = "auto",
+        gpu_memory_utilization: float = 0.9,
         batch_invariant: bool = False,
         load_format: str = "auto",
         revision: str | None = None,
@@ -65,6 +67,8 @@ class LLM:
             max_num_batched_tokens=max_num_batched_tokens,
             dtype=dtype,
             attention_backend=attention_backend,
+            device=device,
+            gpu_memory_utilization=gpu_memory_utilization,
             batch_invariant=batch_invariant,
             seed=seed,
             cache=CacheConfig(

@@ -45,7 +45,7 @@ def test_float64_runs_in_torch(tiny: Tiny) -> None:
 
 def test_counters_equal_predictions(tiny: Tiny) -> None:
     engine = tiny.engine(dtype="bfloat16", device="cuda")
-    engine._batch.counting = True
+    engine.count_visits()
     for prompt in PROMPTS:
         engine.add(prompt, GREEDY)
     run_all(engine)

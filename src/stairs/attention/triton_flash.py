@@ -26,8 +26,8 @@ FAR = 2**30  # a window's side that is open
 def flash_stretch(
     q, k, v, m, l, acc, start, stop, num_kv, k_row, v_row, batch, first_kv, column, d,
     first_seen, last_seen, scale, cap, D: tl.constexpr, BD: tl.constexpr, BN: tl.constexpr,
-    BOXES: tl.constexpr, MASKED: tl.constexpr, LEFT: tl.constexpr, CAPPED: tl.constexpr,
-    PRECISION: tl.constexpr,
+    BOXES: tl.constexpr, RAGGED: tl.constexpr, MASKED: tl.constexpr, LEFT: tl.constexpr,
+    CAPPED: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Keys start .. stop in tiles of BN; all of them exist where not MASKED.
 
@@ -40,7 +40,7 @@ def flash_stretch(
         if BOXES:
             k_tile = k.load([batch, first_kv + first, column]).reshape(BN, BD)
             v_tile = v.load([batch, first_kv + first, column]).reshape(BN, BD)
-            if MASKED:  # what follows is another sequence's, and may be NaN
+            if MASKED and RAGGED:  # what follows is another sequence's, and may be NaN
                 v_tile = tl.where((columns < num_kv)[:, None], v_tile, 0.0)
         else:
             k_at = tl.cast(first, tl.int64) * k_row + place[:, None] * k_row + d[None, :]
@@ -137,15 +137,18 @@ def flash_kernel(
     if LEFT:
         m, l, acc = flash_stretch(
             queries, k, v, m, l, acc, start, clear, num_kv, k_row, v_row, box, first_kv, column,
-            d, first_seen, last_seen, scale, cap, D, BD, BN, BOXES, True, True, CAPPED, PRECISION,
+            d, first_seen, last_seen, scale, cap, D, BD, BN, BOXES, RAGGED, True, True, CAPPED,
+            PRECISION,
         )  # fmt: skip
     m, l, acc = flash_stretch(
         queries, k, v, m, l, acc, clear, full, num_kv, k_row, v_row, box, first_kv, column, d,
-        first_seen, last_seen, scale, cap, D, BD, BN, BOXES, False, False, CAPPED, PRECISION,
+        first_seen, last_seen, scale, cap, D, BD, BN, BOXES, RAGGED, False, False, CAPPED,
+            PRECISION,
     )  # fmt: skip
     m, l, acc = flash_stretch(
         queries, k, v, m, l, acc, full, stop, num_kv, k_row, v_row, box, first_kv, column, d,
-        first_seen, last_seen, scale, cap, D, BD, BN, BOXES, True, LEFT, CAPPED, PRECISION,
+        first_seen, last_seen, scale, cap, D, BD, BN, BOXES, RAGGED, True, LEFT, CAPPED,
+            PRECISION,
     )  # fmt: skip
 
     result, log2_sum = finish(m, l, acc)

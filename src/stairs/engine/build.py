@@ -21,6 +21,8 @@ from stairs.models.registry import build_model
 
 __all__ = ["build_engine"]
 
+logger = logging.getLogger(__name__)
+
 
 def build_engine(
     model_config: ModelConfig, tensors: TensorSource, config: EngineConfig | None = None
@@ -47,6 +49,8 @@ def build_engine(
         capacity = measure_capacity(
             model, cutter, model_config=model_config, config=config, device=device
         )
+        for line in capacity.lines():
+            logger.info(line)
         cache = replace(config.cache, num_blocks=capacity.num_blocks)
         config = replace(config, cache=cache)
     assert config.cache.num_blocks is not None
@@ -72,7 +76,10 @@ def build_engine(
 
 def _placed(config: EngineConfig) -> EngineConfig:
     """``config`` on the GPU if there is one that we support and nothing asks for the CPU."""
-    if config.device == "cpu" or (config.device == "auto" and config.attention_backend == "cpu"):
+    if config.device == "cuda" and config.batch_invariant:
+        raise ConfigError("batch_invariant runs on a CPU only", param="batch_invariant")
+    cpu_only = config.attention_backend == "cpu" or config.batch_invariant
+    if config.device == "cpu" or (config.device == "auto" and cpu_only):
         return replace(config, device="cpu")
     problem = cuda_problem()
     if problem is None:
@@ -80,7 +87,7 @@ def _placed(config: EngineConfig) -> EngineConfig:
     if config.device == "cuda":
         raise ConfigError(problem or "device cuda: no NVIDIA GPU is visible", param="device")
     if problem:
-        logging.getLogger(__name__).warning(problem)
+        logger.warning(problem)
     return replace(config, device="cpu")
 
 

@@ -219,6 +219,10 @@ class Engine:
     def num_steps(self) -> int:
         return self._num_steps
 
+    def count_visits(self) -> None:
+        """From now on GPU kernels count the pairs and bytes they visit; a CPU's always do."""
+        self._batch.counting = True
+
     # -- a step -----------------------------------------------------------------------------
 
     def step(self) -> list[TokenEvent]:

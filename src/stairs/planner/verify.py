@@ -72,6 +72,7 @@ def verify(
 ) -> Verdict:
     """Run ``rounds`` on a fresh engine, after pinning ``pinned``, and compare."""
     assert not engine.ledger.records, "the engine has served before: its cache is not the plan's"
+    engine.count_visits()
     expected = predict(
         engine.model_config, engine.config, replay(engine.config, rounds, pinned=pinned)
     )

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, cast, get_args, get_origin, get_type_hints
 
-from stairs.config import AttentionBackend, CacheConfig, EngineConfig
+from stairs.config import AttentionBackend, CacheConfig, DeviceName, EngineConfig
 from stairs.errors import ConfigError
 
 __all__ = ["ServeOptions", "load_options"]
@@ -49,7 +49,9 @@ class ServeOptions:
     kv_cache_memory_bytes: Annotated[int | None, "Size of the K/V pool."] = None
     num_gpu_blocks_override: Annotated[int | None, "Blocks of the K/V pool."] = None
     enable_prefix_caching: Annotated[bool, "Share the K/V of equal beginnings."] = True
-    attention_backend: Annotated[str, "auto, reference, online or cpu."] = "auto"
+    attention_backend: Annotated[str, "auto, reference, online, cpu or triton."] = "auto"
+    device: Annotated[str, "auto (a supported GPU if there is one), cpu or cuda."] = "auto"
+    gpu_memory_utilization: Annotated[float, "Share of a GPU's memory that we may use."] = 0.9
     batch_invariant: Annotated[bool, "The same bits in any batch; float32 on a CPU."] = False
     seed: Annotated[int | None, "Of requests without their own; default: random."] = None
     log_level: Annotated[str, "debug, info, warning or error."] = "info"
@@ -85,6 +87,8 @@ class ServeOptions:
             dtype=self.dtype,
             batch_invariant=self.batch_invariant,
             attention_backend=cast(AttentionBackend, self.attention_backend),
+            device=cast(DeviceName, self.device),
+            gpu_memory_utilization=self.gpu_memory_utilization,
             seed=self.seed,
             cache=CacheConfig(
                 block_size=self.block_size,
