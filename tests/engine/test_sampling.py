@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from stairs.config import SamplingParams
+from stairs.engine import sampling as sampling_module
 from stairs.engine.sampling import sample
 from stairs.engine.sequence import Sequence
 
@@ -93,3 +94,32 @@ def test_impossible_tokens_are_never_drawn():
 
 def test_tiny_temperature_is_greedy_and_finite():
     assert draws([1.0, 1.001, 0.0], num=50, temperature=1e-6).tolist() == [0.0, 1.0, 0.0]
+
+
+@pytest.mark.parametrize(
+    "limits",
+    [
+        {}, {"top_p": 0.9}, {"top_p": 0.3}, {"top_k": 1}, {"top_k": 40}, {"top_k": 2000},
+        {"min_p": 0.05}, {"top_k": 50, "top_p": 0.9, "min_p": 0.01}, {"temperature": 30.0},
+    ],
+)  # fmt: skip
+def test_the_likeliest_tokens_give_the_draw_of_a_whole_order(limits: dict) -> None:
+    """Ties, impossible tokens and flat rows included; and the short way is really taken. (A cut that
+    falls on a token's very edge, as 0.9 of 3000 equal ones, may round either way.)"""
+    torch.manual_seed(1)
+    noise = torch.randn(40, 2999)
+    logits = torch.cat([noise[:20] * 4, noise[20:].round(), torch.zeros(2, 2999)])
+    logits[3, 10:] = -torch.inf
+    found = 0
+    for row in logits:
+        for seed in range(6):
+            one = sequence(seed, **{"temperature": 1.0} | limits)
+            token = sampling_module._draw_likeliest(row, one)
+            found += token is not None
+            assert token in (None, int(sampling_module._draw(row[None], [one])))
+    assert found > 60 or "temperature" in limits or limits.get("top_k") == 2000
+
+
+def test_a_row_that_is_not_a_number_ends_nobodys_step() -> None:
+    row = torch.full((3000,), torch.nan)
+    assert sampling_module._draw_likeliest(row, sequence(0, temperature=1.0)) is None

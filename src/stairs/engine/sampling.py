@@ -19,6 +19,10 @@ from stairs.engine.sequence import Sequence, TokenLogprobs
 
 __all__ = ["adjust", "sample", "token_logprobs"]
 
+# Tokens among which a draw is looked for first on a CPU: a whole row's order costs 3.4 ms at
+# 49,152 tokens, more than half of a step.
+LIKELIEST = 256
+
 
 @torch.inference_mode()
 def sample(
@@ -43,7 +47,7 @@ def sample(
     drawn = [row for row, sequence in enumerate(sequences) if sequence.sampling.temperature > 0]
     if drawn:
         rows = torch.tensor(drawn, device=logits.device)
-        tokens[rows] = _draw(logits[rows], [sequences[row] for row in drawn])
+        tokens[rows] = _draw_rows(logits[rows], [sequences[row] for row in drawn])
     wanted = [s.sampling.logprobs for s in sequences]
     return tokens.tolist(), token_logprobs(raw, tokens, wanted)
 
@@ -89,6 +93,52 @@ def adjust(row: Tensor, sequence: Sequence) -> None:
         seen = torch.tensor(list(counts), dtype=torch.long, device=row.device)
         times = torch.tensor(list(counts.values()), device=row.device)
         row[seen] -= sampling.presence_penalty + sampling.frequency_penalty * times
+
+
+def _draw_rows(logits: Tensor, sequences: list[Sequence]) -> Tensor:
+    """``_draw``, without a whole row's order where the token is found among the likeliest."""
+    if logits.device.type != "cpu" or logits.shape[1] <= LIKELIEST:
+        return _draw(logits, sequences)
+    tokens = [_draw_likeliest(row, s) for row, s in zip(logits, sequences, strict=True)]
+    rest = [row for row, token in enumerate(tokens) if token is None]
+    if rest:
+        for row, token in zip(rest, _draw(logits[rest], [sequences[r] for r in rest]), strict=True):
+            tokens[row] = int(token)
+    return torch.tensor(tokens)
+
+
+def _draw_likeliest(row: Tensor, sequence: Sequence) -> int | None:
+    """The token that ``_draw`` takes from ``row`` (V,), or None if it, or what its cuts keep, may
+    lie beyond the ``LIKELIEST`` tokens."""
+    p, point = sequence.sampling, _uniform(sequence)
+    least = row.topk(LIKELIEST).values[-1]
+    ids = ((row >= least) & (row > -torch.inf)).nonzero().squeeze(1)
+    scores, place = row[ids].sort(descending=True, stable=True)
+    if not len(ids) or p.top_k > len(ids):  # nothing that compares, or too few
+        return None
+
+    def weights(logits: Tensor) -> Tensor:
+        scaled = (logits - scores[0]) / p.temperature
+        if p.min_p:
+            scaled = scaled.masked_fill(scaled < math.log(p.min_p), -torch.inf)
+        return scaled.double().exp()
+
+    first = weights(scores)
+    if p.top_k > 0:
+        first = first[: p.top_k]
+    probs = first / (first.sum() if p.top_k > 0 else weights(row).sum())
+    cumulative = probs.cumsum(dim=0)
+    kept = int((cumulative - probs < p.top_p).sum())
+    if kept < len(probs) or p.top_k > 0:
+        point *= float(cumulative[kept - 1])
+    elif p.top_p < 1:
+        return None
+    index = int(torch.searchsorted(cumulative[:kept], point, right=True))
+    if index == kept:  # beyond, or at the very end of what is kept
+        if kept == len(probs) and p.top_k <= 0:
+            return None
+        index = int((probs[:kept] > 0).sum()) - 1
+    return int(ids[place[index]])
 
 
 def _draw(logits: Tensor, sequences: list[Sequence]) -> Tensor:
