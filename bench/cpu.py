@@ -1,11 +1,12 @@
 """How fast is the default model on this CPU, beside llama.cpp and transformers? One JSON line a
 figure: tokens a second of a prefill of 512, of one stream, of eight; then a step part by part.
 
-    python bench/cpu.py [--gguf FILE] [--threads 2] [--llama-cpp-python PYTHON]
+    python bench/cpu.py [--gguf FILE] [--threads 2] [--llama-cpp-python PYTHON] [--cpu-time]
 
 Each side is a process of its own with the model loaded; they work in turn, round after round, and
 the figures are medians. PYTHON is an interpreter that can import llama_cpp; without it that side
-is left out. Prompts are random ids, other ones each round, so that no cache answers.
+is left out. Prompts are random ids, other ones each round, so that no cache answers. With
+--cpu-time clocks are the process's own, for one thread on a machine that others use too.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ from typing import Any
 PREFILL = 512
 PROMPT, ANSWER = 64, 48  # of the streams
 VOCABULARY = 49152
+CPU_TIME = False
 ROOT = Path(__file__).resolve().parent.parent
 
 
@@ -159,6 +161,7 @@ def perform(side: Any, task: str, seed: int) -> float:
 
 def compare(gguf: str, threads: int, rounds: int, llama_cpp: str | None) -> None:
     workers: dict[str, subprocess.Popen[str]] = {}
+    clock = ["--cpu-time"] if CPU_TIME else []
     environment = os.environ | {"OMP_NUM_THREADS": str(threads)}
     environment["PYTHONPATH"] = f"{ROOT / 'src'}{os.pathsep}{ROOT / 'bench'}"
     for name in SIDES:
@@ -166,6 +169,7 @@ def compare(gguf: str, threads: int, rounds: int, llama_cpp: str | None) -> None
         if python is None:
             continue
         command = [python, __file__, "--side", name, "--gguf", gguf, "--threads", str(threads)]
+        command += clock
         workers[name] = subprocess.Popen(
             command, env=environment, text=True, stdin=subprocess.PIPE, stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
@@ -270,7 +274,8 @@ def report(**figures: object) -> None:
     from quoted import commit, machine
 
     where = {"commit": commit(), "machine": machine(), "date": date.today().isoformat()}
-    print(json.dumps({"bench": "cpu", **figures, **where}), flush=True)
+    seconds = "of the process" if CPU_TIME else "of the clock"
+    print(json.dumps({"bench": "cpu", **figures, "seconds": seconds, **where}), flush=True)
 
 
 def default_gguf() -> str:
@@ -285,8 +290,11 @@ if __name__ == "__main__":
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--llama-cpp-python", help="an interpreter that can import llama_cpp")
+    parser.add_argument("--cpu-time", action="store_true", help="with --threads 1")
     parser.add_argument("--side", choices=SIDES, help=argparse.SUPPRESS)
     asked = parser.parse_args()
+    if asked.cpu_time:
+        CPU_TIME, time.perf_counter = True, time.process_time
     gguf = asked.gguf or default_gguf()
     if asked.side:
         serve_side(asked.side, gguf, asked.threads)

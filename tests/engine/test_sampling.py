@@ -104,8 +104,8 @@ def test_tiny_temperature_is_greedy_and_finite():
     ],
 )  # fmt: skip
 def test_the_likeliest_tokens_give_the_draw_of_a_whole_order(limits: dict) -> None:
-    """Ties, impossible tokens and flat rows included; and the short way is really taken. (A cut that
-    falls on a token's very edge, as 0.9 of 3000 equal ones, may round either way.)"""
+    """Ties, impossible tokens and flat rows included; and the short way is really taken. A cut on a
+    token's very edge, as 0.9 of 3000 equal ones, may round either way."""
     torch.manual_seed(1)
     noise = torch.randn(40, 2999)
     logits = torch.cat([noise[:20] * 4, noise[20:].round(), torch.zeros(2, 2999)])
