@@ -12,13 +12,15 @@ import argparse
 import asyncio
 import json
 import os
-import platform
 import re
 import subprocess
 import sys
 import time
+from datetime import date
 from pathlib import Path
 from urllib.parse import urlsplit
+
+from quoted import commit, machine
 
 ROOT = Path(__file__).resolve().parent.parent
 IDLE_SECONDS = 10
@@ -95,13 +97,16 @@ def main() -> None:
         json.dumps(
             {
                 "bench": "http_cpu",
-                "machine": f"{platform.machine()} {os.cpu_count()} cores",
+                "model": options.model,
                 "streams": options.streams,
                 "tokens": options.streams * options.tokens,
                 "chunks": chunks,
                 "wall_seconds": round(wall, 2),
                 "http_cpu_us_per_token": round(busy / (options.streams * options.tokens) * 1e6, 1),
                 "idle_cpu_share": round(idle / IDLE_SECONDS, 4),
+                "commit": commit(),
+                "machine": machine(),
+                "date": date.today().isoformat(),
             }
         )
     )
