@@ -56,7 +56,7 @@ def paged_tiles(
     """(short, tall): the tile of sequences whose rows fit one product, and of the others.
 
     Page ids take a stage of their own, so 2n + 1 stages hold n tiles of K and V. Measured on an
-    H200 in bfloat16 over 6 head shapes x 9 batches (bench/records/attention-h200.jsonl).
+    H200 in bfloat16 over 6 head shapes x 9 batches (bench/records/attention_gpu.jsonl).
     """
     rows = min(max(16, 1 << (group - 1).bit_length()), 64)
     padded = _padded(head_dim)
@@ -88,7 +88,7 @@ def _tall(padded: int, card: Card) -> TritonTile:
 def flash_tile(head_dim: int, *, causal: bool, num_q: int, itemsize: int, card: Card) -> TritonTile:
     """The tile of the contiguous kernel for sequences of up to ``num_q`` queries.
 
-    Measured on an H200 in bfloat16, 512 to 16384 queries (bench/records/attention-h200.jsonl).
+    Measured on an H200 in bfloat16, 512 to 16384 queries (bench/records/attention_gpu.jsonl).
     """
     padded = _padded(head_dim)
     if itemsize == 4:
