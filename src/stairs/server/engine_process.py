@@ -54,19 +54,23 @@ class EngineLoop:
 
     def run(self) -> None:
         while True:
-            self._receive()
-            began = time.monotonic()
-            steps = self._engine.num_steps
-            events = self._engine.step() if self._engine.has_work else []
-            num_tokens = 0
-            if self._engine.num_steps != steps:
-                num_tokens = int(self._engine.ledger.records[-1].rows["new_tokens"].sum())
-            self._note_starts(began)
-            for event in events:
-                self._note(event)
-            self._report.stats = self._stats(num_tokens)
-            self.send(self._report)
-            self._report = wire.Step(self._report.stats)
+            self.turn()
+
+    def turn(self) -> None:
+        """Obey what came, waiting for something if there is nothing to do; step; report."""
+        self._receive()
+        began = time.monotonic()
+        steps = self._engine.num_steps
+        events = self._engine.step() if self._engine.has_work else []
+        num_tokens = 0
+        if self._engine.num_steps != steps:
+            num_tokens = int(self._engine.ledger.records[-1].rows["new_tokens"].sum())
+        self._note_starts(began)
+        for event in events:
+            self._note(event)
+        self._report.stats = self._stats(num_tokens)
+        self.send(self._report)
+        self._report = wire.Step(self._report.stats)
 
     # -- commands ---------------------------------------------------------------------------
 
