@@ -8,6 +8,7 @@ import typer
 from typer.testing import CliRunner
 
 from stairs.cli import app
+from stairs.config import EngineConfig
 from stairs.errors import ConfigError
 from stairs.server.options import ServeOptions, load_options
 
@@ -36,6 +37,7 @@ def test_a_flag_beats_the_environment_beats_the_file(tmp_path: Path) -> None:
         ("prefix-raw = '=b'", "--prefix-raw"),
         ("api-key = ''", "--api-key"),
         ("attention-backend = 'x'", "--attention-backend"),
+        ("device = 'tpu'", "--device"),
     ],
 )
 def test_a_wrong_file_is_told_by_its_key(tmp_path: Path, text: str, named: str) -> None:
@@ -71,6 +73,21 @@ def test_every_option_is_a_flag_and_reaches_the_engine() -> None:
     engine = ServeOptions(max_num_seqs=3, block_size=32, num_gpu_blocks_override=9, seed=4).engine
     assert (engine.max_num_seqs, engine.cache.block_size) == (3, 32)
     assert (engine.cache.num_blocks, engine.seed) == (9, 4)
+
+
+def test_no_option_of_the_engine_is_missing() -> None:
+    """Whatever an engine can be told, a server can: with another value than the default."""
+    other = {
+        field.name: not field.default if isinstance(field.default, bool) else 1
+        for field in fields(EngineConfig)
+        if isinstance(field.default, bool)
+    }
+    assert other  # booleans are told by their names alone
+    for name, value in other.items():
+        assert getattr(ServeOptions(**{name: value}).engine, name) is value
+    options = ServeOptions(device="cpu", gpu_memory_utilization=0.5, pin_memory_fraction=0.1)
+    assert (options.engine.device, options.engine.gpu_memory_utilization) == ("cpu", 0.5)
+    assert options.engine.cache.pin_memory_fraction == 0.1
 
 
 def test_a_missing_file_is_one_line() -> None:

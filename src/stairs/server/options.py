@@ -65,9 +65,9 @@ class ServeOptions:
         levels = ("debug", "info", "warning", "error")
         self._require(self.log_level in levels, "log_level", f"is one of {', '.join(levels)}")
         self._require(self.log_format in ("text", "json"), "log_format", "is text or json")
-        backends = get_args(AttentionBackend)
-        rule = f"is one of {', '.join(backends)}"
-        self._require(self.attention_backend in backends, "attention_backend", rule)
+        for name, kind in (("attention_backend", AttentionBackend), ("device", DeviceName)):
+            rule = f"is one of {', '.join(get_args(kind))}"
+            self._require(getattr(self, name) in get_args(kind), name, rule)
         self._require(all(self.api_key), "api_key", "must not be empty")
         for name in ("prefix", "prefix_raw"):
             whole = all(all(part.partition("=")[::2]) for part in getattr(self, name))
