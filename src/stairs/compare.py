@@ -23,6 +23,7 @@ from stairs.attention.choose import Choice, choose, score_bytes_held
 from stairs.config import DTYPE_BYTES, AttentionBackend, SamplingParams
 from stairs.errors import StairsError
 from stairs.llm import LLM
+from stairs.models.registry import matrix_bytes_read
 
 __all__ = ["TECHNIQUES", "DifferentTokensError", "Technique", "compare", "default_system_prompt"]
 
@@ -259,16 +260,19 @@ def _scores_held(llm: LLM, choice: Choice, step: tuple[int, int]) -> int:
 
 
 def _moved(llm: LLM, choice: Choice, step: tuple[int, int], logits_rows: int) -> int:
-    itemsize = DTYPE_BYTES[llm.engine.config.dtype]
+    config, itemsize = llm.engine.config, DTYPE_BYTES[llm.engine.config.dtype]
     materialised = choice.implementation == "reference"
     parts = traffic.step_moved_bytes(
         llm.engine.model_config,
         [step],
         logits_rows=logits_rows,
         itemsize=itemsize,
-        kv_itemsize=DTYPE_BYTES[llm.engine.config.cache.dtype],
+        kv_itemsize=DTYPE_BYTES[config.cache.dtype],
         score_kernels=traffic.STANDARD_KERNELS if materialised else (),
     )
+    # The weights may lie packed in memory, which only the model itself knows.
+    model = llm.engine.runner.model
+    parts |= matrix_bytes_read(model, num_rows=step[0], logits_rows=logits_rows)
     return sum(parts.values())
 
 

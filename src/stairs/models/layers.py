@@ -34,6 +34,10 @@ class DenseLinear:
     def __call__(self, x: Tensor) -> Tensor:
         return F.linear(x, self.weight, self.bias)
 
+    def bytes_read(self, num_rows: int) -> int:
+        """Bytes of the matrix that a product with ``num_rows`` rows reads, once."""
+        return self.weight.nbytes if num_rows else 0
+
 
 @dataclass(frozen=True, slots=True)
 class Embedding:

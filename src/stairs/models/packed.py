@@ -53,6 +53,12 @@ class PackedLinear:
         out = self._product(x)
         return out if self.bias is None else out + self.bias
 
+    def bytes_read(self, num_rows: int) -> int:
+        """Bytes of the rows, packed or dense, that a product with ``num_rows`` rows reads, once."""
+        if self.dense is not None and num_rows > FEW_ROWS:
+            return self.dense.nbytes
+        return sum(part.rows.nbytes for part in self.parts) if num_rows else 0
+
     def _by_slices(self, x: Tensor) -> Tensor:
         outputs = [_product(x, part) for part in self.parts]
         return outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=-1)

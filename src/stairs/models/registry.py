@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol
+from dataclasses import fields
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -13,13 +14,21 @@ from stairs.checkpoints.tensors import TensorSource
 from stairs.config import ModelConfig
 from stairs.errors import ConfigError
 from stairs.models.gpt2 import GPT2
+from stairs.models.layers import DenseLinear
 from stairs.models.llama import Llama
+from stairs.models.packed import PackedLinear
 from stairs.models.weights import Weights
 
-__all__ = ["MODELS", "Model", "build_model"]
+__all__ = ["MODELS", "Model", "build_model", "matrix_bytes_read"]
 
 
 class Model(Protocol):
+    @property
+    def layers(self) -> Sequence[Any]: ...  # dataclasses, whose linear layers are fields
+
+    @property
+    def head(self) -> Any: ...
+
     def forward(
         self, ids: Tensor, positions: Tensor, kv: Sequence[LayerKV], meta: AttnMeta
     ) -> Tensor: ...
@@ -62,3 +71,18 @@ def build_model(
         source, dtype=dtype, device=device, packed=packed, batch_invariant=batch_invariant
     )
     return MODELS[config.model_type](config, weights, attention_backend=attention_backend)
+
+
+def matrix_bytes_read(model: Model, *, num_rows: int, logits_rows: int) -> dict[str, int]:
+    """Bytes that a step of ``num_rows`` rows reads of the linear layers' matrices ("weights") and
+    of the head's, each once and as it lies in memory: packed, or as a dense copy."""
+    linear = [
+        part
+        for layer in model.layers
+        for part in (getattr(layer, field.name) for field in fields(layer))
+        if isinstance(part, DenseLinear | PackedLinear)
+    ]
+    return {
+        "weights": sum(part.bytes_read(num_rows) for part in linear),
+        "head": model.head.bytes_read(logits_rows),
+    }
