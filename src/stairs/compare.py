@@ -20,6 +20,7 @@ from stairs.accounting import costs, traffic
 from stairs.accounting.record import Phase
 from stairs.accounting.table import Cell, Column, Table
 from stairs.attention.choose import Choice, choose, score_bytes_held
+from stairs.attention.devices import triton_supports
 from stairs.config import DTYPE_BYTES, AttentionBackend, SamplingParams
 from stairs.errors import StairsError
 from stairs.llm import LLM
@@ -231,11 +232,16 @@ def _table(title: str, columns: dict[str, dict[str, Cell]], notes: tuple[str, ..
 
 
 def _choice(llm: LLM, technique: Technique, rows: int) -> Choice:
+    pool, config = llm.engine.kv.layers[0].k, llm.engine.model_config
+    on_gpu = pool.device.type == "cuda"
+    dtype = getattr(torch, llm.engine.config.dtype)
     return choose(
         backend=technique.backend,
+        device=pool.device.type,
         max_q=rows,
-        group_size=llm.engine.model_config.group_size,
+        group_size=config.group_size,
         num_threads=torch.get_num_threads(),
+        triton_lacks=triton_supports(pool.device, dtype, config.head_dim) if on_gpu else None,
     )
 
 
