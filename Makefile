@@ -1,4 +1,4 @@
-# make run     install Stairs, fetch the default model and watch it work
+# make run     install Stairs, fetch the default model, watch it work, then serve it until Ctrl-C
 # make test    run the tests          make check   format, lint, types, import rules
 # make bench   measure this machine   make coverage  the tests, and the lines they reach
 # make quotes  quote anew in the docs what our commands print
@@ -17,6 +17,7 @@ INSTALL := pyproject.toml constraints.txt scripts/install.py
 run: .venv/.run
 	@$(BIN)/stairs pull
 	@$(BIN)/python examples/shared_prompt.py
+	@$(BIN)/stairs serve smollm2
 
 # Two processes of one thread each: threads of both would wait for one another at each small product.
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest

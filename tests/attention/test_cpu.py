@@ -119,7 +119,7 @@ def test_compiled_kernels_lie_in_the_users_cache(
         monkeypatch.delenv(name, raising=False)
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
-    assert Path(jit._cache_folder()) == folder
+    assert Path(jit._cache_folder()).parent == folder
 
 
 def test_a_half_written_batch_is_refused_before_anything_is_written() -> None:

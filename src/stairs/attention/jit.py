@@ -5,6 +5,7 @@ here and from nowhere else.
 
 from __future__ import annotations
 
+import hashlib
 import os
 import threading
 from functools import lru_cache
@@ -21,11 +22,15 @@ __all__ = ["as_float", "as_int", "exp_float32", "njit", "prange", "use_torch_thr
 
 
 def _cache_folder() -> str:
+    """One folder for each state of the kernels' sources: Numba itself looks only at the file that
+    a kernel stands in, and would keep one that calls a function changed elsewhere."""
+    package = Path(__file__).parent.parent
+    sources = [*package.glob("attention/*.py"), *package.glob("models/*.py")]
+    digest = hashlib.sha256(b"".join(path.read_bytes() for path in sorted(sources)))
     root = os.environ.get("STAIRS_CACHE")
-    if root:
-        return str(Path(root) / "numba")
-    home = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
-    return str(Path(home).expanduser() / "stairs" / "numba")
+    home = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser()
+    folder = Path(root) if root else home / "stairs"
+    return str(folder / "numba" / digest.hexdigest()[:16])
 
 
 # Read when a function is decorated, so before the first of them.
