@@ -294,9 +294,12 @@ def _load(model: str, clock: Clock, **options: Any) -> LLM:
     llm.warm_up()
     clock.part("warm-up")
     if clock.verbose:
+        from stairs.models.registry import matrix_bytes_held
         from stairs.planner.cards import startup_table
 
-        card = startup_table(llm.engine.model_config, llm.engine.config, name=model)
+        config = llm.engine.model_config
+        held = matrix_bytes_held(llm.engine.runner.model, tied=config.tie_word_embeddings)
+        card = startup_table(config, llm.engine.config, name=model, weights=held)
         card.print(sys.stderr, units="both")
     return llm
 

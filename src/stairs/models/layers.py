@@ -46,6 +46,10 @@ class Embedding:
     def __call__(self, ids: Tensor) -> Tensor:
         return F.embedding(ids, self.weight)
 
+    @property
+    def nbytes(self) -> int:
+        return self.weight.nbytes
+
 
 @dataclass(frozen=True, slots=True)
 class RMSNorm:

@@ -73,6 +73,10 @@ class PackedEmbedding:
         """(T,) -> (T, C): only the rows asked for are unpacked."""
         return dequantize(self.rows.rows[ids], self.rows.type).to(self.dtype)
 
+    @property
+    def nbytes(self) -> int:
+        return self.rows.rows.nbytes
+
 
 def _product(x: Tensor, part: PackedRows) -> Tensor:
     out = x.new_empty(len(x), part.shape[0])
