@@ -112,6 +112,9 @@ def _environment() -> dict[str, Any]:
     """Ours, but with one core left to HTTP where there are more than two."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     environment = dict(os.environ)
+    # OpenMP's threads wait for one another by spinning, about 1 ms by default; beside another
+    # process, as this one is, that takes the core from whom they wait for (docs/decisions.md).
+    environment.setdefault("GOMP_SPINCOUNT", "5000")
     if cores and cores > 2:
         for name in ("OMP_NUM_THREADS", "NUMBA_NUM_THREADS"):
             environment.setdefault(name, str(cores - 1))
