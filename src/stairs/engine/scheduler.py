@@ -117,7 +117,7 @@ class Scheduler:
     def commit(self, plan: StepPlan, tokens: list[int]) -> Committed:
         """Account for a finished forward pass: the one place where sequences change.
 
-        ``tokens``: one for each of ``plan.sampled``, in order.
+        ``tokens``: one for each sequence that the plan's items say is ``sampled``, in order.
         """
         done = Committed([], [], [])
         sampled = iter(tokens)
