@@ -29,6 +29,12 @@ class _LargestStorage(TorchDispatchMode):
         return made
 
 
+@pytest.fixture(autouse=True)
+def _no_memory_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever ran before in this process has left none of its gathered pages."""
+    monkeypatch.setattr(gathered, "_kept", threading.local())
+
+
 def test_no_mask_of_queries_by_keys_is_made() -> None:
     batch = make_ragged([(ROW_GROUP, 5000)], num_heads=1, kv_heads=1, head_dim=8)
     with _LargestStorage() as largest:
@@ -57,7 +63,6 @@ def test_a_longer_context_after_a_shorter_one_and_back() -> None:
 
 def test_only_so_much_memory_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gathered, "_KEPT_BYTES", 2**16)
-    monkeypatch.setattr(gathered, "_kept", threading.local())
     small = gathered._buffers((1, 100, 8), torch.float32)
     assert gathered._buffers((1, 90, 8), torch.float32).data_ptr() == small.data_ptr()
     large = gathered._buffers((1, 4000, 8), torch.float64)
