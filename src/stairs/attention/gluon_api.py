@@ -1,0 +1,79 @@
+"""Every name of Triton's Gluon that our kernels use, under one spelling for all its releases.
+
+Gluon is experimental and renames things: kernels import from here and from nowhere else. Checked
+with Triton 3.6.0 and 3.9.0 (tests/attention/test_gluon_builds.py compiles on both). Because this
+is the only door, a module with the same names can stand in for it: tests/attention/
+gluon_simulator.py runs the kernels on a CPU that way.
+"""
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.ampere import async_copy, mma_v2
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+__all__ = [
+    "TensorDescriptor",
+    "async_copy",
+    "fence_async_shared",
+    "gdc_launch_dependents",
+    "gdc_wait",
+    "gl",
+    "gluon",
+    "load_box",
+    "mbarrier",
+    "mma_v2",
+    "named_arrive",
+    "named_sync",
+    "partition_barrier",
+    "store_box",
+    "store_wait",
+    "warpgroup_mma",
+    "warpgroup_mma_wait",
+]
+
+IS_NEW = hasattr(tma, "async_load")  # 3.9; 3.6 has the longer names
+
+# load_box(descriptor, coordinates, barrier, destination, pred=True): a box from global memory to
+# shared memory by the copy engine; the barrier must expect its bytes.
+load_box = tma.async_load if IS_NEW else tma.async_copy_global_to_shared
+# store_box(descriptor, coordinates, source): the way back; waited for with store_wait(pending).
+store_box = tma.async_store if IS_NEW else tma.async_copy_shared_to_global
+store_wait = tma.store_wait
+partition_barrier = gl.barrier if IS_NEW else gl.thread_barrier  # of the warps that run this code
+
+
+@gluon.jit
+def named_arrive(barrier: gl.constexpr, threads: gl.constexpr):
+    """Arrive at hardware barrier ``barrier`` (a string, "8" to "15": Triton takes the low ones)
+    without waiting; it opens when ``threads`` (a string too) have arrived or synced."""
+    gl.inline_asm_elementwise(
+        "bar.arrive " + barrier + ", " + threads + "; mov.u32 $0, $1;",
+        "=r,r",
+        [gl.program_id(0)],
+        gl.int32,
+        False,
+        1,
+    )
+
+
+@gluon.jit
+def named_sync(barrier: gl.constexpr, threads: gl.constexpr):
+    """Arrive and wait until ``threads`` have."""
+    gl.inline_asm_elementwise(
+        "bar.sync " + barrier + ", " + threads + "; mov.u32 $0, $1;",
+        "=r,r",
+        [gl.program_id(0)],
+        gl.int32,
+        False,
+        1,
+    )
