@@ -294,12 +294,10 @@ def _load(model: str, clock: Clock, **options: Any) -> LLM:
     llm.warm_up()
     clock.part("warm-up")
     if clock.verbose:
-        from stairs.models.registry import matrix_bytes_held
         from stairs.planner.cards import startup_table
 
-        config = llm.engine.model_config
-        held = matrix_bytes_held(llm.engine.runner.model, tied=config.tie_word_embeddings)
-        card = startup_table(config, llm.engine.config, name=model, weights=held)
+        engine = llm.engine
+        card = startup_table(engine.model_config, engine.config, name=model, weights=engine.weights)
         card.print(sys.stderr, units="both")
     return llm
 

@@ -272,11 +272,12 @@ def _moved(llm: LLM, choice: Choice, step: tuple[int, int], logits_rows: int) ->
         llm.engine.model_config,
         [step],
         logits_rows=logits_rows,
+        weights=llm.engine.weights,
         itemsize=itemsize,
         kv_itemsize=DTYPE_BYTES[config.cache.dtype],
         score_kernels=traffic.STANDARD_KERNELS if materialised else (),
     )
-    # The weights may lie packed in memory, which only the model itself knows.
+    # Which of them a step of so many rows reads, only the model itself knows.
     model = llm.engine.runner.model
     parts |= matrix_bytes_read(model, num_rows=step[0], logits_rows=logits_rows)
     return sum(parts.values())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from stairs.accounting import costs, traffic
+from stairs.accounting.weights import dense_weights
 from stairs.config import ModelConfig
 
 GIB = 2**30
@@ -41,6 +42,7 @@ def test_llama_decode_moves_16_gb_and_does_one_flop_a_byte(llama_8b: ModelConfig
         llama_8b,
         [(1, 8192)],
         logits_rows=1,
+        weights=dense_weights(llama_8b, 2),
         itemsize=2,
         kv_itemsize=2,
     )
@@ -58,6 +60,7 @@ def test_materialised_scores_and_activations_are_lines_of_their_own(gpt2: ModelC
         gpt2,
         [(4, 10), (1, 7)],
         logits_rows=2,
+        weights=dense_weights(gpt2, 4),
         itemsize=4,
         kv_itemsize=4,
         score_kernels=traffic.STANDARD_KERNELS,
@@ -71,5 +74,7 @@ def test_materialised_scores_and_activations_are_lines_of_their_own(gpt2: ModelC
 
 
 def test_a_step_without_logits_reads_no_head(gpt2: ModelConfig) -> None:
-    moved = traffic.step_moved_bytes(gpt2, [(4, 4)], logits_rows=0, itemsize=4, kv_itemsize=4)
+    moved = traffic.step_moved_bytes(
+        gpt2, [(4, 4)], logits_rows=0, weights=dense_weights(gpt2, 4), itemsize=4, kv_itemsize=4
+    )
     assert (moved["head"], moved["logits"]) == (0, 0)

@@ -11,7 +11,7 @@ from harness import Tiny
 from stairs.accounting import costs
 from stairs.checkpoints.checkpoint import open_checkpoint
 from stairs.models.packed import FEW_ROWS
-from stairs.models.registry import build_model, matrix_bytes_held, matrix_bytes_read
+from stairs.models.registry import build_model, matrix_bytes_read
 
 
 def test_dense_matrices_are_read_once_a_step(tiny: Tiny):
@@ -45,11 +45,3 @@ def test_packed_rows_are_read_as_they_lie(tmp_path, packed):
     has_copy = any(layer.qkv.dense is not None for layer in model.layers)
     assert many == (4 * macs if has_copy else macs * 20 // 32)
     assert not (packed and has_copy)
-
-
-def test_matrices_held_are_the_weights_without_their_norms(tiny: Tiny):
-    model = tiny.engine(dtype="float32").runner.model
-    macs = sum(costs.linear_macs(tiny.config).values())
-    tables = costs.head_macs(tiny.config) * (1 if tiny.config.tie_word_embeddings else 2)
-    held = matrix_bytes_held(model, tied=tiny.config.tie_word_embeddings)
-    assert held == 4 * (macs + tables)

@@ -137,7 +137,9 @@ def test_experts_read_grow_with_the_batch() -> None:
     assert weights.expected_experts(mixtral, 1) == pytest.approx(2)
     assert weights.expected_experts(mixtral, 4) == pytest.approx(8 * (1 - 0.75**4))
     assert weights.expected_experts(mixtral, 10_000) == pytest.approx(8)
-    one = weights.weight_bytes_read(mixtral, 2, tokens=1, logits_rows=1)
+    one = weights.weight_bytes_read(
+        mixtral, weights.dense_weights(mixtral, 2), tokens=1, logits_rows=1
+    )
     assert one["experts"] == 2 * 3 * 4096 * 14336 * 32 * 2
 
 
@@ -150,12 +152,21 @@ def test_packed_weights_take_what_the_checkpoints_take() -> None:
 
 def test_the_embedding_is_gathered_not_read() -> None:
     llama = read_any_config(CATALOGUE["meta-llama/Llama-3.1-8B"])
-    read = sum(weights.weight_bytes_read(llama, 2, tokens=1, logits_rows=1).values())
+    read = sum(
+        weights.weight_bytes_read(
+            llama, weights.dense_weights(llama, 2), tokens=1, logits_rows=1
+        ).values()
+    )
     table = 128256 * 4096 * 2
     assert read == 2 * 8_030_261_248 - table
     assert round(table / read, 2) == 0.07
     gpt2 = read_any_config(CATALOGUE["openai-community/gpt2"])
-    assert weights.weight_bytes_read(gpt2, 2, tokens=1, logits_rows=1)["head"] == 50257 * 768 * 2
+    assert (
+        weights.weight_bytes_read(gpt2, weights.dense_weights(gpt2, 2), tokens=1, logits_rows=1)[
+            "head"
+        ]
+        == 50257 * 768 * 2
+    )
 
 
 def test_short_names_are_the_catalogues() -> None:

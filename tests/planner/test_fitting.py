@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 
 from stairs.accounting.hardware import DEVICES
 from stairs.accounting.record import ROW, Phase, StepRecord
+from stairs.accounting.weights import dense_weights
 from stairs.config import ModelConfig
 from stairs.planner.fitting import Sample, fit, nonnegative_least_squares, samples_of
 from stairs.planner.timing import StepCost, TimeModel, step_cost
@@ -35,7 +36,14 @@ STEPS: list[list[tuple[int, int]]] = [
 
 def costs_of(config: ModelConfig) -> list[StepCost]:
     return [
-        step_cost(config, work, logits_rows=len(work), dtype="float32", kv_dtype="float32")
+        step_cost(
+            config,
+            work,
+            logits_rows=len(work),
+            weights=dense_weights(config, 4),
+            dtype="float32",
+            kv_dtype="float32",
+        )
         for work in STEPS
     ]
 
@@ -110,8 +118,15 @@ def test_an_engines_records_become_samples(model: Callable[[str], ModelConfig]) 
         blocks_cached=0,
     )
     config = model("smollm2")
-    (sample,) = samples_of([record], config, dtype="float32", kv_dtype="float32")
+    (sample,) = samples_of(
+        [record], config, weights=dense_weights(config, 4), dtype="float32", kv_dtype="float32"
+    )
     assert sample.seconds == 0.75
     assert sample.cost == step_cost(
-        config, [(16, 48), (1, 9)], logits_rows=1, dtype="float32", kv_dtype="float32"
+        config,
+        [(16, 48), (1, 9)],
+        logits_rows=1,
+        weights=dense_weights(config, 4),
+        dtype="float32",
+        kv_dtype="float32",
     )

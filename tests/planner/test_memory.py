@@ -8,6 +8,7 @@ import pytest
 
 from stairs.accounting import costs
 from stairs.accounting.hardware import DEVICES
+from stairs.accounting.weights import dense_weights
 from stairs.config import ModelConfig
 from stairs.engine.resolve import CPU_POOL_FRACTION
 from stairs.planner import memory as planned
@@ -83,6 +84,7 @@ def test_the_parts_of_a_cards_memory_add_up(model: Configs) -> None:
     memory = plan_memory(
         model("llama-3.1-8b"),
         DEVICES["h200"],
+        weights=dense_weights(model("llama-3.1-8b"), 2),
         dtype="bfloat16",
         step_tokens=576,
         max_num_seqs=64,
@@ -105,6 +107,7 @@ def test_a_cpus_pool_is_the_engines_share_of_what_is_free(
         return plan_memory(
             model("smollm2"),
             DEVICES["cpu"],
+            weights=dense_weights(model("smollm2"), 4),
             dtype="float32",
             step_tokens=576,
             max_num_seqs=64,

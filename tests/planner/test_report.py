@@ -10,6 +10,7 @@ from typing import Any, get_args
 import pytest
 
 from stairs.accounting.table import Kind
+from stairs.accounting.weights import dense_weights
 from stairs.config import EngineConfig, ModelConfig
 from stairs.engine.resolve import resolve
 from stairs.planner.cards import startup_table, tile_memory
@@ -131,11 +132,11 @@ def test_tiles_against_on_chip_memory(plan_for: Plans) -> None:
 def test_the_start_up_card_is_the_resolved_engines(model: Callable[[str], ModelConfig]) -> None:
     config = model("smollm2")
     engine = resolve(config, EngineConfig(max_model_len=2048), memory=2**32)
-    table = startup_table(config, engine, name="smollm2", weights=97_000_000)
+    table = startup_table(config, engine, name="smollm2", weights=dense_weights(config, 4))
     rows = {row[0]: row[1].value for row in table.rows}  # type: ignore[union-attr]
     assert rows["K/V pool"] == (engine.cache.num_blocks or 0) * 16 * 46_080
     assert rows["users that fit"] == (engine.cache.num_blocks or 0) // 128
-    assert rows["weights"] == 97_000_000
+    assert rows["weights"] == 4 * 134_515_008
     assert rows["smallest prefix that hits"] == 16
 
 

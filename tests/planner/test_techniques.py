@@ -63,7 +63,14 @@ def test_chunks_re_read_k_and_v_8_5_times_and_weights_once_each(plan_for: Plans)
     assert read == 8.5 * GIB
     assert traffic.kv_bytes_read(setting.config, 8192, 8192, 2) == GIB
     weights = [
-        traffic.step_moved_bytes(setting.config, [step], logits_rows=1, itemsize=2, kv_itemsize=2)
+        traffic.step_moved_bytes(
+            setting.config,
+            [step],
+            logits_rows=1,
+            weights=setting.weights,
+            itemsize=2,
+            kv_itemsize=2,
+        )
         for step in steps
     ]
     assert round(sum(w["weights"] + w["head"] for w in weights) / 1e9) == 240

@@ -9,6 +9,7 @@ import pytest
 
 from stairs.accounting.hardware import DEVICES, Device, Figure
 from stairs.accounting.traffic import STANDARD_KERNELS
+from stairs.accounting.weights import dense_weights
 from stairs.config import ModelConfig
 from stairs.planner.timing import Group, StepCost, TimeModel, default_model, roofline, step_cost
 
@@ -26,7 +27,12 @@ def h200() -> Device:
 
 
 def cost_of(config: ModelConfig, work: list[tuple[int, int]], **options: object) -> StepCost:
-    asked = {"logits_rows": 1, "dtype": "bfloat16", "kv_dtype": "bfloat16"} | options
+    asked = {
+        "logits_rows": 1,
+        "weights": dense_weights(config, 2),
+        "dtype": "bfloat16",
+        "kv_dtype": "bfloat16",
+    } | options
     return step_cost(config, work, **asked)  # type: ignore[arg-type]
 
 

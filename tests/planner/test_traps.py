@@ -8,6 +8,7 @@ from stairs.accounting import costs, traffic
 from stairs.accounting.hardware import DEVICES
 from stairs.accounting.record import Phase
 from stairs.accounting.table import show
+from stairs.accounting.weights import dense_weights
 from stairs.cache.blocks import BlockPool
 from stairs.cache.prefix import PrefixCache
 from stairs.checkpoints.planned import read_any_config
@@ -60,7 +61,12 @@ def test_k_and_v_use_kv_heads(model: Configs) -> None:
 
 def test_a_decode_reads_the_cache_and_writes_one_token(model: Configs) -> None:
     moved = traffic.step_moved_bytes(
-        model("llama-3.1-8b"), [(1, 8192)], logits_rows=1, itemsize=2, kv_itemsize=2
+        config := model("llama-3.1-8b"),
+        [(1, 8192)],
+        logits_rows=1,
+        weights=dense_weights(config, 2),
+        itemsize=2,
+        kv_itemsize=2,
     )
     assert moved["kv_read"] == 8192 * moved["kv_written"]
 

@@ -9,12 +9,21 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
 
 from stairs.accounting.table import Axis, Kind, Quantity, Unit
 from stairs.errors import ConfigError
 
-__all__ = ["DEVICES", "Device", "Figure", "find_device", "installed_card", "ridge"]
+__all__ = [
+    "DEVICES",
+    "Device",
+    "Figure",
+    "find_device",
+    "has_wide_vectors",
+    "installed_card",
+    "ridge",
+]
 
 KIB, MIB, GIB = 2**10, 2**20, 2**30
 
@@ -99,6 +108,16 @@ def installed_card(root: Path = Path("/proc/driver/nvidia/gpus")) -> str | None:
             if words.issuperset(name.split("-")):
                 return name
     return None
+
+
+@cache
+def has_wide_vectors() -> bool:
+    """Whether this CPU has vectors of 512 bits. Sums of eight rows of x then stay in registers,
+    and products with packed weights are 1.7 times as quick as BLAS at any number of rows; else
+    two and a half times slower from eight on."""
+    import llvmlite.binding as llvm  # what compiles the kernel; on first use, it takes 0.1 s
+
+    return bool(llvm.get_host_cpu_features().get("avx512f"))
 
 
 def _share_of(figure: Figure, share: float) -> Figure:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from stairs.accounting import costs
 from stairs.accounting.costs import Work
-from stairs.accounting.weights import weight_bytes_read
+from stairs.accounting.weights import HeldWeights, weight_bytes_read
 from stairs.config import ModelConfig
 
 __all__ = [
@@ -212,11 +212,12 @@ def step_moved_bytes(
     work: Work,
     *,
     logits_rows: int,
+    weights: HeldWeights,
     itemsize: int,
     kv_itemsize: int,
     score_kernels: tuple[ScoreKernel, ...] = (),
 ) -> dict[str, int]:
-    """Predicted bytes of one step by part; ``itemsize`` is that of weights and activations.
+    """Predicted bytes of one step by part; ``itemsize`` is that of activations.
 
     weights, head: each matrix once, experts as expected; the embedding is gathered, not read.
     kv_read, kv_written: each sequence's K/V once. activations: ``layer_kernels``. scores: the
@@ -225,7 +226,7 @@ def step_moved_bytes(
     tokens = sum(new for new, _ in work)
     scores = sum(costs.square_pairs(new, context) for new, context in work)
     scores *= config.num_heads * config.num_layers
-    read = weight_bytes_read(config, itemsize, tokens=tokens, logits_rows=logits_rows)
+    read = weight_bytes_read(config, weights, tokens=tokens, logits_rows=logits_rows)
     head = read.pop("head")
     return {
         "weights": sum(read.values()),

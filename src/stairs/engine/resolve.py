@@ -10,10 +10,19 @@ from dataclasses import replace
 from pathlib import Path
 
 from stairs.accounting import costs
+from stairs.accounting.weights import stored_weight_bytes
+from stairs.checkpoints.residence import Residence
 from stairs.config import DTYPE_BYTES, EngineConfig, ModelConfig
 from stairs.errors import ConfigError
 
-__all__ = ["CPU_POOL_FRACTION", "available_memory", "cpu_pool_budget", "resolve"]
+__all__ = [
+    "CPU_POOL_FRACTION",
+    "available_memory",
+    "cpu_pool_budget",
+    "dense_weights_budget",
+    "residence_of",
+    "resolve",
+]
 
 # Share of the memory that is free at start which a dense copy of the weights may take on a CPU.
 CPU_WEIGHTS_FRACTION = 0.5
@@ -63,7 +72,7 @@ def resolve(
             )
     dense_budget = config.dense_weights_memory_bytes
     if dense_budget is None:
-        dense_budget = int(free * CPU_WEIGHTS_FRACTION)
+        dense_budget = dense_weights_budget(free)
     return replace(
         config,
         max_model_len=max_model_len,
@@ -88,6 +97,29 @@ def _check_batch_invariant(config: EngineConfig, dtype: str) -> None:
 def cpu_pool_budget(free: int) -> int:
     """Bytes of K/V that a CPU's pool may take of what is free, unless it is told."""
     return int(free * CPU_POOL_FRACTION)
+
+
+def dense_weights_budget(free: int) -> int:
+    """Bytes that a dense copy of the weights may take of what is free, unless it is told."""
+    return int(free * CPU_WEIGHTS_FRACTION)
+
+
+def residence_of(
+    model_config: ModelConfig, config: EngineConfig, *, wide_vectors: bool
+) -> Residence:
+    """How matrices will lie under a resolved ``config``. They stay packed where a dense copy of
+    all weights would take more than it may; on a GPU a quantised file becomes the engine's dtype.
+    """
+    budget = config.dense_weights_memory_bytes
+    assert budget is not None
+    too_large = stored_weight_bytes(model_config, DTYPE_BYTES[config.dtype]) > budget
+    return Residence(
+        device=config.device,
+        dtype=config.dtype,
+        packed=too_large and config.device == "cpu",
+        batch_invariant=config.batch_invariant,
+        wide_vectors=wide_vectors,
+    )
 
 
 def available_memory() -> int:

@@ -13,13 +13,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from stairs.accounting.weights import FEW_ROWS
 from stairs.checkpoints.dequantize import dequantize
 from stairs.checkpoints.tensors import PackedRows
 
 __all__ = ["FEW_ROWS", "SLICE_BYTES", "PackedEmbedding", "PackedLinear"]
 
 SLICE_BYTES = 32 * 2**20  # of dense values held at a time
-FEW_ROWS = 4  # with vectors of 256 bits: two rows as quick as BLAS from cache, from memory four
 
 
 class PackedLinear:

@@ -19,7 +19,7 @@ from stairs.models.llama import Llama
 from stairs.models.packed import PackedLinear
 from stairs.models.weights import Weights
 
-__all__ = ["MODELS", "Model", "build_model", "matrix_bytes_held", "matrix_bytes_read"]
+__all__ = ["MODELS", "Model", "build_model", "matrix_bytes_read"]
 
 
 class Model(Protocol):
@@ -89,14 +89,3 @@ def matrix_bytes_read(model: Model, *, num_rows: int, logits_rows: int) -> dict[
         "weights": sum(part.bytes_read(num_rows) for part in linear),
         "head": model.head.bytes_read(logits_rows),
     }
-
-
-def matrix_bytes_held(model: Model, *, tied: bool) -> int:
-    """Bytes of all matrices as they lie in memory: mapped packed rows, dense ones, and both where
-    a packed layer keeps a dense copy for many rows."""
-    few, many = (
-        sum(matrix_bytes_read(model, num_rows=rows, logits_rows=rows).values())
-        for rows in (1, 1 << 20)
-    )
-    held = few if few == many else few + many
-    return held if tied else held + model.embedding.nbytes

@@ -8,6 +8,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from stairs.accounting.hardware import has_wide_vectors
+from stairs.checkpoints.residence import Form, Residence
 from stairs.checkpoints.tensors import PackedRows, TensorSource
 from stairs.errors import ConfigError
 from stairs.models.layers import DenseLinear, Embedding, Linear
@@ -20,8 +22,8 @@ __all__ = ["Weights"]
 class Weights:
     """``source`` has exactly the tensors that ``checkpoints.layout`` lists, in those shapes.
 
-    Matrices that the file has in fewer bits than float32 stay there, mapped, where the kernel of
-    ``quantised_cpu`` can read them, and all of them if ``packed``; the rest is loaded dense.
+    ``checkpoints.residence`` decides which matrices stay in the file, mapped; the rest is loaded
+    dense. ``packed``: all stay that the file has in fewer bits than float32.
     ``batch_invariant``: dense ones go through that kernel too, whose sums no other row changes.
     """
 
@@ -40,17 +42,21 @@ class Weights:
         biases = _stacked([self.tensor(f"{name}.bias") for name in names]) if bias else None
         rows = [self.source.packed(f"{name}.weight") for name in names]
         whole = tuple(part for part in rows if part is not None)
-        if len(whole) == len(names) and self._stays(whole):
-            return self._in_place(whole, biases, names)
+        form = self._form(whole, is_table=False) if len(whole) == len(names) else "dense"
+        dense = None if form == "packed" else self._stacked_rows(names, transposed)
+        if form != "dense":
+            return self._in_place(whole, biases, dense)
+        assert dense is not None
+        return self._dense(dense, biases)
+
+    def _stacked_rows(self, names: tuple[str, ...], transposed: bool) -> Tensor:
         parts = [self.tensor(f"{name}.weight") for name in names]
-        if transposed:
-            parts = [part.t().contiguous() for part in parts]
-        return self._dense(_stacked(parts), biases)
+        return _stacked([part.t().contiguous() for part in parts] if transposed else parts)
 
     def embedding(self, name: str) -> Callable[[Tensor], Tensor]:
         """(T,) ids -> (T, C)."""
         rows = self.source.packed(f"{name}.weight")
-        if rows is not None and self._stays((rows,)):
+        if rows is not None and self._form((rows,), is_table=True) == "packed":
             return PackedEmbedding(rows, self.dtype)
         return Embedding(self.tensor(f"{name}.weight"))
 
@@ -59,7 +65,7 @@ class Weights:
         if not tied:
             return self.linear("lm_head", bias=False)
         if isinstance(embedding, PackedEmbedding):
-            return self._in_place((embedding.rows,), None, ())
+            return self._in_place((embedding.rows,), None, None)
         assert isinstance(embedding, Embedding)
         return self._dense(embedding.weight, None)
 
@@ -71,21 +77,24 @@ class Weights:
             raise _not_invariant(f"F32 of shape {rows.shape}")
         return PackedLinear((rows,), bias, in_registers=True)
 
-    def _stays(self, parts: tuple[PackedRows, ...]) -> bool:
-        return self.packed or self._in_registers(parts)
+    def _form(self, parts: tuple[PackedRows, ...], *, is_table: bool) -> Form:
+        on_cpu = self.device.type == "cpu"
+        residence = Residence(
+            device=self.device.type,
+            dtype=str(self.dtype).removeprefix("torch."),
+            packed=self.packed,
+            batch_invariant=self.batch_invariant,
+            wide_vectors=on_cpu and has_wide_vectors(),
+        )
+        return residence.form([(part.type, part.shape) for part in parts], is_table=is_table)
 
     def _in_place(
-        self, parts: tuple[PackedRows, ...], bias: Tensor | None, names: tuple[str, ...]
+        self, parts: tuple[PackedRows, ...], bias: Tensor | None, dense: Tensor | None
     ) -> PackedLinear:
-        """``names``: of a dense copy for many rows, made where it is quicker and may be held."""
-        in_registers, dense = self._in_registers(parts), None
+        """``dense``: a copy, where steps of many rows are quicker with one."""
+        in_registers = self._in_registers(parts)
         if self.batch_invariant and not in_registers:
             raise _not_invariant(", ".join(part.type for part in parts))
-        if in_registers and not self.packed and not self.batch_invariant and names:
-            from stairs.models.quantised_cpu import has_wide_vectors
-
-            if not has_wide_vectors():
-                dense = _stacked([self.tensor(f"{name}.weight") for name in names])
         return PackedLinear(parts, bias, in_registers=in_registers, dense=dense)
 
     def _in_registers(self, parts: tuple[PackedRows, ...]) -> bool:

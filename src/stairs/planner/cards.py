@@ -5,7 +5,7 @@ from __future__ import annotations
 from stairs.accounting import costs
 from stairs.accounting.hardware import Device
 from stairs.accounting.table import Quantity, Table, card
-from stairs.accounting.weights import parameter_count
+from stairs.accounting.weights import HeldWeights, parameter_count
 from stairs.config import DTYPE_BYTES, EngineConfig, ModelConfig
 from stairs.planner.memory import activation_peak, peak_bytes, users_that_fit
 from stairs.planner.phases import Setting
@@ -49,11 +49,10 @@ def _bytes(value: int, source: str) -> Quantity:
     return Quantity(value, "B", "stored bytes", "exact", source)
 
 
-def startup_table(config: ModelConfig, engine: EngineConfig, *, name: str, weights: int) -> Table:
-    """What a running engine holds, from its resolved configuration: its start-up card.
-
-    ``weights``: bytes of its matrices as they lie in memory, packed or dense.
-    """
+def startup_table(
+    config: ModelConfig, engine: EngineConfig, *, name: str, weights: HeldWeights
+) -> Table:
+    """What a running engine holds, from its resolved configuration: its start-up card."""
     cache, context = engine.cache, engine.max_model_len
     assert cache.num_blocks is not None and context is not None
     itemsize = DTYPE_BYTES[engine.dtype]
@@ -72,7 +71,7 @@ def startup_table(config: ModelConfig, engine: EngineConfig, *, name: str, weigh
         block_size=cache.block_size,
     )
     rows = [
-        ("weights", _bytes(weights, f"matrices as they lie in memory, used in {engine.dtype}")),
+        ("weights", _bytes(weights.total, weights.form)),
         (
             "activations",
             Quantity(

@@ -18,7 +18,7 @@ __all__ = ["plan_as_json", "plan_as_svg", "plan_model", "print_plan"]
 def plan_model(model: str, options: PlanOptions, *, revision: str | None = None) -> Plan:
     """Read the config that ``model`` names and plan it; loads no weights and no torch."""
     found = find_model(model, revision=revision)
-    return make_plan(found.config, options, name=found.name, origin=found.origin)
+    return make_plan(found.config, options, name=found.name, origin=found.origin, types=found.types)
 
 
 def print_plan(plan: Plan, stream: TextIO) -> None:

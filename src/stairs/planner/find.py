@@ -6,11 +6,14 @@ costs one small download.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 from stairs.checkpoints.hub import fetch_file
 from stairs.checkpoints.planned import read_any_config
+from stairs.checkpoints.residence import gguf_types, plain_types
+from stairs.checkpoints.sources import ALIASES
 from stairs.config import ModelConfig
 from stairs.errors import ModelNotFoundError
 from stairs.planner.catalogue import CATALOGUE, SHORT_NAMES
@@ -24,6 +27,7 @@ class Found:
     name: str
     origin: str
     config: ModelConfig
+    types: Mapping[str, str] | None = None  # of a file's matrices; None: in the config's own dtype
 
 
 def find_model(model: str, *, revision: str | None = None) -> Found:
@@ -33,6 +37,14 @@ def find_model(model: str, *, revision: str | None = None) -> Found:
         return _in_folder(path)
     if path.is_file():
         return _in_file(path)
+    packaged = ALIASES.get(model.lower())
+    if packaged is not None and revision is None:
+        config = read_any_config(CATALOGUE[SHORT_NAMES[model.lower()]])
+        types = {
+            name: packaged.table_type if "embed" in name else packaged.type
+            for name in plain_types(config)
+        }
+        return Found(packaged.file, f"built-in config, {packaged.type}", config, types)
     name = SHORT_NAMES.get(model.lower(), model)
     if name in CATALOGUE and revision is None:
         return Found(name, "built-in config", read_any_config(CATALOGUE[name]))
@@ -61,7 +73,9 @@ def _in_file(path: Path) -> Found:
         from stairs.checkpoints.gguf import open_gguf
         from stairs.checkpoints.gguf_config import read_gguf_config
 
-        return Found(path.stem, str(path), read_gguf_config(open_gguf(path)))
+        file = open_gguf(path)
+        config = read_gguf_config(file)
+        return Found(path.stem, str(path), config, gguf_types(file, config))
     return Found(path.stem, str(path), _read_json(path))
 
 

@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 
 from stairs.accounting.hardware import Device
 from stairs.accounting.record import Phase, StepRecord
+from stairs.accounting.weights import HeldWeights
 from stairs.config import ModelConfig
 from stairs.planner.timing import Side, StepCost, TimeModel, fitted_group, roofline, step_cost
 
@@ -18,6 +19,8 @@ __all__ = ["Fit", "Sample", "fit", "nonnegative_least_squares", "samples_of"]
 _SIDES: tuple[tuple[str, Side], ...] = (
     ("linear", "compute"),
     ("linear", "memory"),
+    ("packed", "compute"),
+    ("packed", "memory"),
     ("attention", "compute"),
     ("attention", "memory"),
 )
@@ -42,14 +45,21 @@ class Fit:
 
 
 def samples_of(
-    records: Iterable[StepRecord], config: ModelConfig, *, dtype: str, kv_dtype: str
+    records: Iterable[StepRecord],
+    config: ModelConfig,
+    *,
+    weights: HeldWeights,
+    dtype: str,
+    kv_dtype: str,
 ) -> list[Sample]:
     """An engine's records as samples. Only decoding rows are sure to need logits."""
     samples = []
     for record in records:
         work = [(int(row["new_tokens"]), int(row["context"])) for row in record.rows]
         logits_rows = int((record.rows["phase"] == Phase.DECODE).sum())
-        cost = step_cost(config, work, logits_rows=logits_rows, dtype=dtype, kv_dtype=kv_dtype)
+        cost = step_cost(
+            config, work, logits_rows=logits_rows, weights=weights, dtype=dtype, kv_dtype=kv_dtype
+        )
         samples.append(Sample(cost, record.host_seconds + record.device_seconds))
     return samples
 
@@ -64,7 +74,7 @@ def fit(samples: Sequence[Sample], device: Device) -> Fit:
         row[0], row[1] = 1.0, sample.cost.num_sequences
         for name in sample.cost.groups:
             side, seconds = roofline(sample.cost, device, name)
-            row[2 + _SIDES.index((fitted_group(name), side))] += seconds
+            row[2 + _SIDES.index((fitted_group(sample.cost, name), side))] += seconds
         row /= sample.seconds
     found = nonnegative_least_squares(features, np.ones(len(seen)))
     seen_side = [bool(column.any()) for column in features.T]

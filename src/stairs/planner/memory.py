@@ -2,16 +2,32 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from stairs.accounting import costs
-from stairs.accounting.hardware import Device
+from stairs.accounting.hardware import Device, has_wide_vectors
 from stairs.accounting.table import Quantity
-from stairs.accounting.weights import stored_weight_bytes
-from stairs.config import DTYPE_BYTES, ModelConfig
-from stairs.engine.resolve import CPU_POOL_FRACTION, available_memory, cpu_pool_budget
+from stairs.accounting.weights import HeldWeights, dense_weights
+from stairs.checkpoints.configs import FAMILIES
+from stairs.checkpoints.residence import held_weights, plain_types
+from stairs.config import DTYPE_BYTES, EngineConfig, ModelConfig
+from stairs.engine.resolve import (
+    CPU_POOL_FRACTION,
+    available_memory,
+    cpu_pool_budget,
+    dense_weights_budget,
+    residence_of,
+)
 
-__all__ = ["Memory", "activation_peak", "peak_bytes", "plan_memory", "users_that_fit"]
+__all__ = [
+    "Memory",
+    "activation_peak",
+    "peak_bytes",
+    "plan_memory",
+    "plan_weights",
+    "users_that_fit",
+]
 
 # CUDA context, libraries, workspaces and captured graphs; an engine measures its own at start.
 GPU_OVERHEAD_BYTES = 2 * 2**30
@@ -31,6 +47,22 @@ class Memory:
     @property
     def pool_bytes(self) -> int:
         return int(self.pool.value or 0)
+
+
+def plan_weights(
+    config: ModelConfig, types: Mapping[str, str] | None, *, device: Device, dtype: str
+) -> HeldWeights:
+    """The weights as an engine on ``device`` will hold them; dense for a family that none runs.
+
+    ``types``: of the file's matrices; None: a checkpoint in the config's own dtype.
+    """
+    if config.model_type not in FAMILIES or not device.is_cpu:
+        form = config.weight_format or dtype
+        return dense_weights(config, DTYPE_BYTES[dtype], form=f"parameters of the config, {form}")
+    budget = dense_weights_budget(available_memory())
+    engine = EngineConfig(device="cpu", dtype=dtype, dense_weights_memory_bytes=budget)
+    residence = residence_of(config, engine, wide_vectors=has_wide_vectors())
+    return held_weights(config, types or plain_types(config), residence)
 
 
 def activation_peak(
@@ -64,6 +96,7 @@ def plan_memory(
     config: ModelConfig,
     device: Device,
     *,
+    weights: HeldWeights,
     dtype: str,
     step_tokens: int,
     max_num_seqs: int,
@@ -77,10 +110,7 @@ def plan_memory(
     are sums over ``devices`` that split the weights and each keep their own rest.
     """
     itemsize = DTYPE_BYTES[dtype]
-    weights = Quantity(
-        stored_weight_bytes(config, itemsize),
-        "B", "stored bytes", "exact", f"parameters of the config, {config.weight_format or dtype}",
-    )  # fmt: skip
+    held = Quantity(weights.total, "B", "stored bytes", "exact", weights.form)
     peak = activation_peak(config, tokens=step_tokens, logits_rows=max_num_seqs, itemsize=itemsize)
     activations = Quantity(
         peak_bytes(peak), "B", "stored bytes", "estimate",
@@ -91,11 +121,11 @@ def plan_memory(
         total = Quantity(free, "B", "stored bytes", "measured", "free on this machine now")
         workspace = Quantity(0, "B", "stored bytes", "estimate", "none kept on a CPU")
         pool = Quantity(
-            min(cpu_pool_budget(free), most_kv, _left(free, weights, activations, workspace)),
+            min(cpu_pool_budget(free), most_kv, _left(free, held, activations, workspace)),
             "B", "stored bytes", "exact",
             f"at most {CPU_POOL_FRACTION:g} of what is free, or all sequences whole",
         )  # fmt: skip
-        return Memory(total, total, weights, activations, workspace, pool)
+        return Memory(total, total, held, activations, workspace, pool)
     assert device.memory is not None
     total = replace(device.memory, value=device.memory.value * devices).quantity(
         "B", "stored bytes"
@@ -110,10 +140,10 @@ def plan_memory(
         "context, libraries, graphs: assumed, measured at an engine's start",
     )  # fmt: skip
     pool = Quantity(
-        _left(int(usable.value or 0), weights, activations, workspace),
+        _left(int(usable.value or 0), held, activations, workspace),
         "B", "stored bytes", "estimate", "usable - weights - activations - workspace",
     )  # fmt: skip
-    return Memory(total, usable, weights, activations, workspace, pool)
+    return Memory(total, usable, held, activations, workspace, pool)
 
 
 def _left(usable: int, *taken: Quantity) -> int:

@@ -5,12 +5,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from stairs.accounting import costs
 from stairs.accounting.hardware import Device
 from stairs.accounting.traffic import activation_values
-from stairs.accounting.weights import parameter_count, stored_weight_bytes
+from stairs.accounting.weights import HeldWeights, dense_weights, parameter_count
 from stairs.config import DTYPE_BYTES, ModelConfig
 from stairs.planner.memory import activation_peak, peak_bytes
 from stairs.planner.timing import KV_DTYPE_BYTES, Group, StepCost, TimeModel, roofline, step_cost
@@ -30,6 +30,7 @@ class Setting:
     config: ModelConfig
     device: Device
     model: TimeModel
+    weights: HeldWeights
     dtype: str
     kv_dtype: str
     context: int
@@ -54,7 +55,12 @@ class Setting:
 
     def step(self, work: costs.Work, *, logits_rows: int) -> StepCost:
         return step_cost(
-            self.config, work, logits_rows=logits_rows, dtype=self.dtype, kv_dtype=self.kv_dtype
+            self.config,
+            work,
+            logits_rows=logits_rows,
+            weights=self.weights,
+            dtype=self.dtype,
+            kv_dtype=self.kv_dtype,
         )
 
     def seconds(self, work: costs.Work, *, logits_rows: int) -> float:
@@ -130,9 +136,10 @@ def training_step(setting: Setting) -> Phase:
     Stored: weights, gradients, Adam's state, every activation a kernel wrote, and no scores, which
     tiled attention recomputes. Moved, besides: gradients written, Adam's state read and written.
     """
-    s = setting
+    dense = dense_weights(setting.config, setting.itemsize)
+    s = replace(setting, weights=dense)  # nobody trains packed ones
     forward = s.step([(s.context, s.context)], logits_rows=s.context)
-    weights = stored_weight_bytes(s.config, s.itemsize)
+    weights = dense.total
     state = parameter_count(s.config) * _OPTIMIZER_BYTES
     groups = {
         name: Group(3 * group.flop, 3 * group.moved) for name, group in forward.groups.items()

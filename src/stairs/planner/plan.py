@@ -6,12 +6,13 @@ free; nothing of the model is loaded. ``evaluate`` is the part that targets ask 
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from stairs.accounting.hardware import Device, find_device
 from stairs.config import EngineConfig, ModelConfig
 from stairs.errors import ConfigError
-from stairs.planner.memory import Memory, plan_memory, users_that_fit
+from stairs.planner.memory import Memory, plan_memory, plan_weights, users_that_fit
 from stairs.planner.options import PlanOptions
 from stairs.planner.phases import Setting, time_per_token, time_to_first_token
 from stairs.planner.timing import default_model, roofline
@@ -46,6 +47,7 @@ class Plan:
     name: str
     origin: str
     config: ModelConfig
+    types: Mapping[str, str] | None
     options: PlanOptions
     answer: Answer
     budget: Budget
@@ -57,13 +59,21 @@ def make_plan(
     *,
     name: str,
     origin: str,
+    types: Mapping[str, str] | None = None,
 ) -> Plan:
-    answer = evaluate(config, options)
+    """``types``: of a file's matrices, see ``checkpoints.residence``; None: the config's dtype."""
+    answer = evaluate(config, options, types=types)
     budget = recommend_budget(answer.setting, options)
-    return Plan(name, origin, config, options, answer, budget)
+    return Plan(name, origin, config, types, options, answer, budget)
 
 
-def evaluate(config: ModelConfig, options: PlanOptions, *, devices: int = 1) -> Answer:
+def evaluate(
+    config: ModelConfig,
+    options: PlanOptions,
+    *,
+    types: Mapping[str, str] | None = None,
+    devices: int = 1,
+) -> Answer:
     """``devices`` of a kind split weights, K/V and work evenly; what they say to each other is
     left out, so times are then a bound."""
     device = find_device(options.gpu)
@@ -76,6 +86,7 @@ def evaluate(config: ModelConfig, options: PlanOptions, *, devices: int = 1) -> 
         config=config,
         device=device,
         model=default_model(device),
+        weights=plan_weights(config, types, device=device, dtype=dtype),
         dtype=dtype,
         kv_dtype=kv_dtype,
         context=context,
@@ -88,6 +99,7 @@ def evaluate(config: ModelConfig, options: PlanOptions, *, devices: int = 1) -> 
     memory = plan_memory(
         config,
         device,
+        weights=setting.weights,
         dtype=dtype,
         step_tokens=options.max_num_batched_tokens + rows,
         max_num_seqs=rows,

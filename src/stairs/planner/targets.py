@@ -63,7 +63,7 @@ def _changes(plan: Plan, name: str, target: float) -> Iterator[Change]:
     options, setting = plan.options, plan.answer.setting
 
     def value(other: PlanOptions, devices: int = 1) -> float | None:
-        answer = evaluate(plan.config, other, devices=devices)
+        answer = evaluate(plan.config, other, types=plan.types, devices=devices)
         found = _figure(answer, name)
         enough = answer.setting.batch >= setting.batch
         return found if enough and _meets(name, found, target) else None

@@ -232,8 +232,8 @@ def _eight_bit(s: Setting) -> list[Effect]:
 
     def step(kv_dtype: str) -> StepCost:
         return step_cost(
-            s.config, [(1, s.context)] * s.batch, logits_rows=s.batch, dtype=s.dtype,
-            kv_dtype=kv_dtype,
+            s.config, [(1, s.context)] * s.batch, logits_rows=s.batch, weights=s.weights,
+            dtype=s.dtype, kv_dtype=kv_dtype,
         )  # fmt: skip
 
     def stored(kv_dtype: str) -> int:

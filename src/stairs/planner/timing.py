@@ -17,6 +17,7 @@ from stairs.accounting import costs, traffic
 from stairs.accounting.costs import Work
 from stairs.accounting.hardware import Device
 from stairs.accounting.table import Kind
+from stairs.accounting.weights import HeldWeights
 from stairs.config import DTYPE_BYTES, ModelConfig
 
 __all__ = [
@@ -60,6 +61,7 @@ class StepCost:
     num_sequences: int
     num_layers: int
     dtype: str
+    packed: bool = False  # products make their weights from packed values
 
     @property
     def flop(self) -> int:
@@ -75,6 +77,7 @@ def step_cost(
     work: Work,
     *,
     logits_rows: int,
+    weights: HeldWeights,
     dtype: str,
     kv_dtype: str,
     score_kernels: tuple[traffic.ScoreKernel, ...] = (),
@@ -89,6 +92,7 @@ def step_cost(
         config,
         work,
         logits_rows=logits_rows,
+        weights=weights,
         itemsize=DTYPE_BYTES[dtype],
         kv_itemsize=KV_DTYPE_BYTES[kv_dtype],
         score_kernels=score_kernels,
@@ -100,7 +104,8 @@ def step_cost(
         "attention": Group(2 * attention, moved["kv_read"] + moved["kv_written"] + moved["scores"]),
         "head": Group(2 * macs["head"], moved["head"] + moved["logits"]),
     }
-    return StepCost(groups, len(work), config.num_layers, dtype)
+    packed = weights.reads_packed(sum(new for new, _ in work))
+    return StepCost(groups, len(work), config.num_layers, dtype, packed)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -117,7 +122,7 @@ class TimeModel:
 
     def group_seconds(self, cost: StepCost, device: Device, name: str) -> float:
         side, seconds = roofline(cost, device, name)
-        return seconds * self.slowdown.get((fitted_group(name), side), 1.0)
+        return seconds * self.slowdown.get((fitted_group(cost, name), side), 1.0)
 
     def seconds(self, cost: StepCost, device: Device) -> float:
         overhead = self.step + cost.num_sequences * self.sequence + cost.num_layers * self.layer
@@ -132,9 +137,11 @@ def roofline(cost: StepCost, device: Device, name: str) -> tuple[Side, float]:
     return ("compute", arithmetic) if arithmetic >= memory else ("memory", memory)
 
 
-def fitted_group(name: str) -> str:
+def fitted_group(cost: StepCost, name: str) -> str:
     """The head is one more linear layer: a fit cannot tell it from the others."""
-    return "linear" if name == "head" else name
+    if name == "attention":
+        return name
+    return "packed" if cost.packed else "linear"
 
 
 def default_model(device: Device) -> TimeModel:

@@ -179,7 +179,11 @@ def _time_notes(engine: Engine) -> list[str]:
     """The time model fitted to this run; not judged, because clocks are not exact."""
     cache = engine.config.cache
     samples = samples_of(
-        engine.ledger.records, engine.model_config, dtype=engine.config.dtype, kv_dtype=cache.dtype
+        engine.ledger.records,
+        engine.model_config,
+        weights=engine.weights,
+        dtype=engine.config.dtype,
+        kv_dtype=cache.dtype,
     )
     if len(samples) < _LEAST_STEPS:
         return []
