@@ -62,7 +62,8 @@ def add_rms_norm(x: Tensor, branch: Tensor, weight: Tensor, eps: float) -> tuple
     return both[1], both[0]
 
 
-@njit
+# A quotient that may raise ZeroDivisionError, as Python's does, keeps a loop from being vectorised.
+@njit(error_model="numpy")
 def _silu_mul_row(gate_up, out):
     size = out.shape[0]
     for i in range(size):
@@ -95,7 +96,7 @@ def silu_mul(gate_up: Tensor) -> Tensor:
     return out
 
 
-@njit(parallel=True, nogil=True, cache=True)
+@njit(parallel=True, nogil=True, cache=True, error_model="numpy")
 def _gelu(x, out):
     for row in prange(x.shape[0]):
         for i in range(x.shape[1]):
