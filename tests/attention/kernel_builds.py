@@ -99,7 +99,7 @@ def _attention(head_dim: int, dtype: str, capability: int) -> Iterator[Build]:
     yield Build(
         f"merge {label}", triton_paged.merge_kernel,
         {"GROUP": 4, "KV_HEADS": 8, "D": head_dim, "BD": padded, "BM": 16, "PARTS": 64,
-         "COLUMNS": min(padded, 32)},
+         "COLUMNS": min(padded, 32), "CHAINED": capability >= 90},
         dtype, capability, num_warps=2, num_stages=3,
     )  # fmt: skip
     yield Build(

@@ -1,12 +1,17 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
+from typing import Any
 
 import pytest
+import torch
 
 from stairs.attention.choose import SHORT_ROWS, choose, score_bytes_held
+from stairs.attention.devices import hopper_decode_lacks
+from stairs.attention.meta import LayerKV
 from stairs.errors import ConfigError
 
 
@@ -51,6 +56,49 @@ def test_what_is_refused(asked: dict[str, str], message: str) -> None:
 def test_the_reason_names_the_path_of_the_longest_sequence() -> None:
     assert "in place" in choose(max_q=SHORT_ROWS - 1).reason
     assert "gathered" in choose(max_q=SHORT_ROWS).reason
+
+
+def test_hopper_s_kernels_are_asked_for_or_measured() -> None:
+    assert choose(device="cuda").implementation == "triton"
+    assert choose(device="cuda", backend="hopper").implementation == "hopper"
+    assert choose(device="cuda", hopper_measured="H200").implementation == "hopper"
+    assert choose(device="cuda", hopper_measured="H200", backend="triton").trips == choose().trips
+    for lacks in ({"hopper_lacks": "pages of 48"}, {"triton_lacks": "float64"}):
+        options = {"device": "cuda", "hopper_measured": "H200", **lacks}
+        assert choose(**options).implementation != "hopper"
+        with pytest.raises(
+            ConfigError, match="hopper cannot run this: " + next(iter(lacks.values()))
+        ):
+            choose(**options, backend="hopper")
+    with pytest.raises(ConfigError, match="hopper does not run on cpu"):
+        choose(backend="hopper")
+
+
+@pytest.mark.parametrize(
+    ("change", "lacks"),
+    [
+        ({}, None),
+        ({"capability": (8, 0)}, "sm_80"),
+        ({"capability": (10, 0)}, "sm_100"),
+        ({"dtype": torch.float32}, "float32"),
+        ({"dtype": torch.float16}, "float16 over"),
+        ({"num_heads": 130}, "65 query heads"),
+        ({"shape": (3, 2, 48, 128)}, "pages of 48"),
+        ({"shape": (3, 2, 4, 128)}, "pages of 4 "),
+        ({"shape": (3, 2, 8, 128)}, None),
+        ({"shape": (3, 2, 192, 80)}, None),
+        ({"shape": (3, 2, 16, 100)}, "head_dim 100"),
+        ({"shape": (3, 2, 16, 40)}, "head_dim 40"),
+        ({"shape": (2**26, 2, 16, 64)}, "over 2\\*\\*31"),
+        ({"shape": (2**26 - 16, 2, 16, 64)}, None),
+    ],
+)
+def test_what_hopper_s_decode_lacks(change: dict[str, Any], lacks: str | None) -> None:
+    options = {"shape": (3, 2, 16, 128), "dtype": torch.bfloat16, "num_heads": 8,
+               "capability": (9, 0)} | change  # fmt: skip
+    pool = torch.empty(options.pop("shape"), dtype=torch.bfloat16, device="meta")
+    found = hopper_decode_lacks(LayerKV(pool, pool), **options)
+    assert found is None if lacks is None else re.search(lacks, found or "")
 
 
 def test_materialised_attention_makes_three_trips_and_tiles_make_one() -> None:

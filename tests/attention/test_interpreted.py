@@ -18,10 +18,11 @@ if os.environ.get("TRITON_INTERPRET") != "1":
 
 from attention.dense import attention_float64
 from attention.ragged import Ragged, make_ragged
+from stairs.attention.attend import attend_paged
 from stairs.attention.meta import AttnMeta
 from stairs.attention.tiles import TritonTile
 from stairs.attention.triton_flash import flash_forward
-from stairs.attention.triton_paged import attend_paged, write_pages
+from stairs.attention.triton_paged import write_pages
 from stairs.attention.work import cut_step, upload
 
 # Triton 3.6's interpreter on numpy 2.3.

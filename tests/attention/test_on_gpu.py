@@ -12,11 +12,11 @@ from torch import Tensor
 
 from attention.dense import attention_float64
 from attention.ragged import Ragged, fresh, make_ragged
-from stairs.attention.attend import attend, cut
+from stairs.attention.attend import attend, attend_paged, cut
 from stairs.attention.devices import card_of, cutter_for
 from stairs.attention.flash import flash_attention, flash_attention_varlen
 from stairs.attention.meta import AttnMeta, LayerKV
-from stairs.attention.triton_paged import attend_paged, write_pages
+from stairs.attention.triton_paged import write_pages
 from stairs.attention.work import cut_step, upload
 
 pytestmark = [

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import heapq
 from collections import Counter
 
 import numpy as np
@@ -10,10 +11,22 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from stairs.attention.tiles import CARDS, TritonTile, flash_tile, paged_tiles
-from stairs.attention.work import Cut, cut_step, upload
+from stairs.attention.tiles import (
+    CARDS,
+    HopperTile,
+    TritonTile,
+    flash_tile,
+    hopper_tiles,
+    paged_tiles,
+)
+from stairs.attention.work import Cut, Tiles, cut_step, upload
 
 SHORT, TALL = TritonTile(16, 32, 4, 3, per_sm=2), TritonTile(64, 32, 8, 3)
+HOPPER = (HopperTile(16, 32, 3, 2), HopperTile(64, 32, 3, 2), TALL)
+HEADS = [(32, 8, 128), (32, 32, 128), (64, 8, 128), (9, 3, 64), (12, 12, 64), (32, 1, 128)]
+EQUAL = [(1, 8192), (1, 32768), (8, 8192), (32, 2048), (32, 8192), (128, 1024), (128, 4096),
+         (256, 1024)]  # fmt: skip
+MIXED = np.geomspace(17, 16384, 64).astype(int).tolist()
 
 lengths = st.lists(
     st.tuples(st.integers(0, 90), st.integers(0, 700)).map(lambda x: (min(x), max(x))),
@@ -28,13 +41,21 @@ def cut(step: list[tuple[int, int]], group: int, **options: object) -> list[Cut]
 
 
 @settings(max_examples=60, deadline=None)
-@given(lengths, st.sampled_from([1, 3, 4, 32]), st.sampled_from([None, 64]))
+@given(
+    lengths,
+    st.sampled_from([1, 3, 4, 32]),
+    st.sampled_from([None, 64]),
+    st.sampled_from([(SHORT, TALL), HOPPER]),
+)
 def test_every_row_s_keys_are_covered_once(
-    step: list[tuple[int, int]], group: int, fixed: int | None
+    step: list[tuple[int, int]], group: int, fixed: int | None, tiles: Tiles
 ) -> None:
     seen: Counter[tuple[int, int, int]] = Counter()  # (sequence, row, key)
-    for one in cut(step, group, fixed_keys=fixed):
+    for one in cut(step, group, fixed_keys=fixed, tiles=tiles):
         for token, num_q, num_kv, row, first, last, _, seat in one.entries.tolist():
+            if not num_q:
+                assert one.starts is not None, "a persistent program with nothing to do"
+                continue
             assert (num_q, num_kv) == step[seat]
             assert token == sum(q for q, _ in step[:seat])
             for r in range(row, min(row + one.tile.rows, num_q * group)):
@@ -52,11 +73,11 @@ def test_every_row_s_keys_are_covered_once(
 
 
 @settings(max_examples=60, deadline=None)
-@given(lengths, st.sampled_from([1, 4]))
+@given(lengths, st.sampled_from([1, 4]), st.sampled_from([(SHORT, TALL), HOPPER]))
 def test_every_partial_has_one_writer_and_one_merge(
-    step: list[tuple[int, int]], group: int
+    step: list[tuple[int, int]], group: int, tiles: Tiles
 ) -> None:
-    for one in cut(step, group):
+    for one in cut(step, group, tiles=tiles):
         written = sorted(p for p in one.entries[:, 6].tolist() if p >= 0)
         merged = [
             partial
@@ -87,13 +108,62 @@ def test_fixed_splits_end_at_multiples() -> None:
     assert set(one.entries[:, 4].tolist()) == {0, 256, 512, 768}
 
 
+def spread(one: Cut, kv_heads: int, num_sms: int) -> float:
+    """Keys of the busiest place of the card over the mean. Entries with programs of their own go
+    where the least has been done, as the card's scheduler puts them."""
+    keys = one.entries[:, 5] - one.entries[:, 4]
+    if one.starts is not None:
+        ends = zip(one.starts[:-1].tolist(), one.starts[1:].tolist(), strict=True)
+        done = [int(keys[c]) + int(keys[a:b].sum()) for c, (a, b) in enumerate(ends)]
+    else:
+        done = [0] * (num_sms * one.tile.per_sm)
+        for entry in np.repeat(keys, kv_heads).tolist():
+            heapq.heapreplace(done, done[0] + entry)
+    return max(done) / (sum(done) / len(done))
+
+
+@pytest.mark.parametrize("kind", ["triton", "hopper"])
+@pytest.mark.parametrize("heads", HEADS, ids=str)
+def test_a_mixed_batch_is_spread_evenly(heads: tuple[int, int, int], kind: str) -> None:
+    num_heads, kv_heads, head_dim = heads
+    group = num_heads // kv_heads
+    tiles: Tiles = paged_tiles(head_dim, group, itemsize=2, card=CARDS[90])
+    if kind == "hopper":
+        tiles = (*hopper_tiles(head_dim, group), tiles[1])
+    options = {"kv_heads": kv_heads, "num_sms": 132, "tiles": tiles}
+    (mixed,) = cut([(1, num_kv) for num_kv in MIXED], group, **options)
+    assert spread(mixed, kv_heads, 132) < 1.25
+    if kind == "hopper":
+        for batch, num_kv in EQUAL[2:]:
+            (equal,) = cut([(1, num_kv)] * batch, group, **options)
+            assert spread(equal, kv_heads, 132) < 1.3 or batch * num_kv <= 2**16
+
+
+def test_persistent_programs_do_not_split_what_is_even() -> None:
+    tiles = (*hopper_tiles(128, 4), TALL)
+    for batch, num_merges in ((32, 0), (8, 8)):  # 33 programs
+        (one,) = cut([(1, 2048)] * batch, 4, kv_heads=8, num_sms=132, tiles=tiles)
+        assert one.starts is not None and len(one.starts) == 34
+        assert len(one.merges) == num_merges
+    assert one.num_partials <= 2 * 33
+
+
+def test_rows_take_the_first_tile_that_holds_them() -> None:
+    cuts = cut([(1, 50), (4, 50), (5, 50), (16, 50), (17, 50)], 4, tiles=HOPPER)
+    assert [(one.tile.rows, len(set(one.entries[one.entries[:, 1] > 0, 7]))) for one in cuts] == [
+        (16, 2), (64, 2), (64, 1)
+    ]  # fmt: skip
+    assert [one.tile for one in cuts] == list(HOPPER)
+
+
 def test_upload_keeps_what_was_cut() -> None:
-    cuts = cut([(1, 3000), (40, 90)], 4)
+    cuts = cut([(1, 3000), (40, 90), (3, 800)], 4, tiles=HOPPER)
     assert upload([], torch.device("cpu")) == ()
     for work, one in zip(upload(cuts, torch.device("cpu")), cuts, strict=True):
         assert np.array_equal(work.entries.numpy(), one.entries)
         assert np.array_equal(work.merges.numpy(), one.merges)
         assert work.numbers.tolist()[:2] == one.numbers.tolist()
+        assert work.starts.tolist() == ([] if one.starts is None else one.starts.tolist())
         assert work.entries.data_ptr() % 16 == work.numbers.data_ptr() % 16 == 0
 
 

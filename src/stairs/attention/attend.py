@@ -13,14 +13,15 @@ import torch
 from torch import Tensor
 
 from stairs.attention.choose import SHORT_ROWS, choose
-from stairs.attention.devices import cutter_for, triton_supports
+from stairs.attention.devices import cutter_for, hopper_decode_lacks, triton_supports
 from stairs.attention.meta import AttnMeta, LayerKV
 from stairs.attention.online import paged_online
 from stairs.attention.pages import write_kv
 from stairs.attention.reference import paged_reference
+from stairs.attention.tiles import HopperTile, hopper_tiles
 from stairs.errors import ConfigError
 
-__all__ = ["attend", "attend_written", "cut", "write_kv"]
+__all__ = ["attend", "attend_paged", "attend_written", "cut", "write_kv"]
 
 
 def attend(
@@ -43,13 +44,25 @@ def attend(
         scale = q.shape[-1] ** -0.5
     on_gpu = q.device.type == "cuda"
     lacks = triton_supports(q.device, q.dtype, q.shape[2]) if on_gpu else None
-    choice = choose(backend=backend, device=q.device.type, max_q=meta.max_q, triton_lacks=lacks)
+    measured = _hopper_measured(q, layer_kv) if on_gpu else None
+    choice = choose(
+        backend=backend,
+        device=q.device.type,
+        max_q=meta.max_q,
+        triton_lacks=lacks,
+        hopper_lacks=_hopper_lacks(q, layer_kv)
+        if on_gpu and (backend == "hopper" or measured)
+        else None,
+        hopper_measured=measured,
+    )
     out = torch.empty_like(q, memory_format=torch.contiguous_format)
     if choice.implementation == "cpu":
         _attend_cpu(q, k, v, layer_kv, meta, scale=scale, out=out)
         return out
-    if choice.implementation == "triton":
-        _attend_triton(q, k, v, layer_kv, meta, scale=scale, out=out)
+    if choice.implementation in ("triton", "hopper"):
+        if not meta.work:
+            meta = cut(q, layer_kv, meta, implementation=choice.implementation)
+        _attend_gpu(q, k, v, layer_kv, meta, scale=scale, out=out)
         return out
     write_kv(k, v, layer_kv, meta)
     if choice.implementation == "reference":
@@ -71,33 +84,62 @@ def _attend_cpu(
         attend_long(q, layer_kv, meta, scale=scale, out=out)
 
 
-def _attend_triton(
+def _hopper_measured(q: Tensor, layer_kv: LayerKV) -> str | None:
+    return hopper_tiles(q.shape[2], q.shape[1] // layer_kv.k.shape[1])[0].measured
+
+
+def _hopper_lacks(q: Tensor, layer_kv: LayerKV) -> str | None:
+    capability = torch.cuda.get_device_capability(q.device)
+    return hopper_decode_lacks(layer_kv, dtype=q.dtype, num_heads=q.shape[1], capability=capability)
+
+
+def _attend_gpu(
     q: Tensor, k: Tensor, v: Tensor, layer_kv: LayerKV, meta: AttnMeta, *, scale: float, out: Tensor
 ) -> None:
-    from stairs.attention.triton_paged import attend_paged, write_pages  # Triton, only on a GPU
+    from stairs.attention.triton_paged import write_pages  # Triton, only on a GPU
 
-    if not q.shape[0]:
-        return
-    write_pages(k, v, layer_kv, meta)
-    attend_paged(q, layer_kv, meta if meta.work else cut(q, layer_kv, meta), scale=scale, out=out)
+    if q.shape[0]:
+        write_pages(k, v, layer_kv, meta)
+        attend_paged(q, layer_kv, meta, scale=scale, out=out)
+
+
+def attend_paged(
+    q: Tensor, layer_kv: LayerKV, meta: AttnMeta, *, scale: float, out: Tensor
+) -> None:
+    """q (T, H, D) over the pages, cut as ``meta.work`` says, into ``out`` (T, H, D) contiguous:
+    each list by the kernel its tile is of."""
+    from stairs.attention.triton_paged import attend_cut
+
+    if q.stride(2) != 1:
+        q = q.contiguous()
+    for work in meta.work:
+        if isinstance(work.tile, HopperTile):
+            from stairs.attention.hopper_decode import attend_short
+
+            attend_short(q, layer_kv, meta, work, scale=scale, out=out)
+        else:
+            attend_cut(q, layer_kv, meta, work, scale=scale, out=out)
 
 
 def attend_written(
     q: Tensor, layer_kv: LayerKV, meta: AttnMeta, *, scale: float | None = None
 ) -> Tensor:
     """``attend`` on a GPU for a step whose K and V are in the pages and whose work is cut."""
-    from stairs.attention.triton_paged import attend_paged
-
     assert meta.work
     out = torch.empty_like(q, memory_format=torch.contiguous_format)
     attend_paged(q, layer_kv, meta, scale=q.shape[-1] ** -0.5 if scale is None else scale, out=out)
     return out
 
 
-def cut(q: Tensor, layer_kv: LayerKV, meta: AttnMeta) -> AttnMeta:
+def cut(
+    q: Tensor, layer_kv: LayerKV, meta: AttnMeta, *, implementation: str = "triton"
+) -> AttnMeta:
     """``meta`` with its work: for calls whose batch did not bring it. Waits for the device."""
     _, kv_heads, _, head_dim = layer_kv.k.shape
-    cutter = cutter_for(q.shape[1], kv_heads, head_dim, dtype=q.dtype, device=q.device)
+    cutter = cutter_for(
+        q.shape[1], kv_heads, head_dim, dtype=q.dtype, device=q.device,
+        implementation=implementation,
+    )  # fmt: skip
     num_q = meta.cu_q.diff().cpu().numpy().astype("int64")
     return replace(meta, work=cutter(num_q, meta.kv_len.cpu().numpy().astype("int64")))
 

@@ -19,7 +19,7 @@ ROW_GROUP = 192
 SDPA_TILE = (64, 512)  # queries x keys that torch's CPU kernel holds a thread, from its source
 KEY_TILE = 64  # keys of one step of the Numba kernel: K and V of both stay in the first cache
 
-Implementation = Literal["reference", "online", "cpu", "triton"]
+Implementation = Literal["reference", "online", "cpu", "triton", "hopper"]
 
 # How often a pass over scores leaves the inner loop for memory, by implementation.
 IMPLEMENTATIONS: dict[Implementation, tuple[str, ...]] = {
@@ -27,6 +27,7 @@ IMPLEMENTATIONS: dict[Implementation, tuple[str, ...]] = {
     "online": ("QK^T, softmax and times V, tile by tile",),
     "cpu": ("QK^T, softmax and times V, tile by tile",),
     "triton": ("QK^T, softmax and times V, tile by tile",),
+    "hopper": ("QK^T, softmax and times V, tile by tile",),
 }
 
 
@@ -59,11 +60,14 @@ def choose(
     group_size: int = 1,
     num_threads: int = 1,
     triton_lacks: str | None = None,
+    hopper_lacks: str | None = None,
+    hopper_measured: str | None = None,
     triton_tile: tuple[int, int] = (128, 64),
 ) -> Choice:
     """The implementation for a call on ``device`` whose longest sequence feeds ``max_q`` rows.
 
-    ``triton_lacks``: what keeps our GPU kernels from this call, if something does.
+    ``triton_lacks``, ``hopper_lacks``: what keeps those kernels from this call, if something does.
+    ``hopper_measured``: where Hopper's were measured to be the quicker ones; auto takes no others.
     Raises ConfigError for a backend that is unknown or does not run on the device.
     """
     if backend not in ("auto", *IMPLEMENTATIONS):
@@ -71,17 +75,22 @@ def choose(
             f"attention_backend {backend!r} is unknown; one of auto, {', '.join(IMPLEMENTATIONS)}",
             param="attention_backend",
         )
-    home = {"cpu": "cpu", "triton": "cuda"}.get(backend, device)
+    home = {"cpu": "cpu", "triton": "cuda", "hopper": "cuda"}.get(backend, device)
     if home != device:
         raise ConfigError(
             f"attention_backend {backend} does not run on {device}", param="attention_backend"
         )
-    if backend == "triton" and triton_lacks:
+    lacks = {"triton": triton_lacks, "hopper": triton_lacks or hopper_lacks}.get(backend)
+    if lacks:
         raise ConfigError(
-            f"attention_backend triton cannot run this: {triton_lacks}", param="attention_backend"
+            f"attention_backend {backend} cannot run this: {lacks}", param="attention_backend"
         )
     if backend == "reference":
         return Choice("reference", Tile(), "asked for: the whole score matrix is materialised")
+    is_quicker = backend == "auto" and device == "cuda" and hopper_measured and not hopper_lacks
+    if backend == "hopper" or (is_quicker and not triton_lacks):
+        reason = f"Gluon on Hopper, {hopper_measured or 'asked for and not measured yet'}"
+        return Choice("hopper", Tile(*triton_tile), reason)
     if device == "cuda" and backend != "online" and not triton_lacks:
         return Choice("triton", Tile(*triton_tile), "Triton over pages in place, K/V ranges merged")
     if backend == "online" or device != "cpu":

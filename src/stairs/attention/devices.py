@@ -8,10 +8,18 @@ from dataclasses import replace
 
 import torch
 
-from stairs.attention.tiles import CARDS, Card, paged_tiles
-from stairs.attention.work import Cutter
+from stairs.attention.meta import LayerKV
+from stairs.attention.tiles import CARDS, Card, hopper_tiles, paged_tiles
+from stairs.attention.work import Cutter, Tiles
 
-__all__ = ["MIN_CAPABILITY", "card_of", "cuda_problem", "cutter_for", "triton_supports"]
+__all__ = [
+    "MIN_CAPABILITY",
+    "card_of",
+    "cuda_problem",
+    "cutter_for",
+    "hopper_decode_lacks",
+    "triton_supports",
+]
 
 MIN_CAPABILITY = (8, 0)  # the first with bfloat16 tensor cores and asynchronous copies
 
@@ -53,17 +61,45 @@ MAX_HEAD_DIM = 256
 
 
 def cutter_for(
-    num_heads: int, kv_heads: int, head_dim: int, *, dtype: torch.dtype, device: torch.device
+    num_heads: int,
+    kv_heads: int,
+    head_dim: int,
+    *,
+    dtype: torch.dtype,
+    device: torch.device,
+    implementation: str = "triton",
 ) -> Cutter:
-    """How steps of such a model are cut on ``device``."""
+    """How steps of such a model are cut on ``device``, for the kernels of ``implementation``."""
     card, group = card_of(device), num_heads // kv_heads
-    return Cutter(
-        group=group,
-        kv_heads=kv_heads,
-        tiles=paged_tiles(head_dim, group, itemsize=dtype.itemsize, card=card),
-        num_sms=card.num_sms,
-        device=device,
-    )
+    tiles: Tiles = paged_tiles(head_dim, group, itemsize=dtype.itemsize, card=card)
+    if implementation == "hopper":
+        tiles = (*hopper_tiles(head_dim, group), tiles[-1])
+    return Cutter(group=group, kv_heads=kv_heads, tiles=tiles, num_sms=card.num_sms, device=device)
+
+
+def hopper_decode_lacks(
+    layer_kv: LayerKV, *, dtype: torch.dtype, num_heads: int, capability: tuple[int, int]
+) -> str | None:
+    """What keeps queries of ``num_heads`` heads from attention/hopper_decode.py; None if nothing.
+
+    There a page is a box of rows of the pool seen as (N * G * B, D).
+    """
+    num_blocks, kv_heads, block_size, head_dim = layer_kv.k.shape
+    if capability != (9, 0):
+        return f"the card is sm_{capability[0]}{capability[1]}, not sm_90"
+    if dtype not in (torch.bfloat16, torch.float16) or layer_kv.k.dtype != dtype:
+        return f"queries of {dtype} over {layer_kv.k.dtype}, not bfloat16 or float16 for both"
+    if not 64 <= head_dim <= 256 or head_dim % 8:
+        return f"head_dim {head_dim} is not a multiple of 8 from 64 to 256"
+    if num_heads // kv_heads > 64:
+        return f"{num_heads // kv_heads} query heads a kv head are over 64"
+    tiles = hopper_tiles(head_dim, num_heads // kv_heads)
+    if block_size % 8 or any(t.keys % block_size and block_size % t.keys for t in tiles):
+        return f"pages of {block_size} do not divide tiles of {tiles[0].keys} keys, nor those them"
+    if num_blocks * kv_heads * block_size > 2**31 - 256:
+        return f"{num_blocks} pages of {kv_heads} x {block_size} rows are over 2**31 - 256"
+    aligned = all(x.is_contiguous() and x.data_ptr() % 16 == 0 for x in (layer_kv.k, layer_kv.v))
+    return None if aligned else "the pool is not contiguous from a multiple of 16 bytes"
 
 
 @functools.cache

@@ -7,12 +7,12 @@ A decode is a sequence with one query; prefill chunks and decodes share one batc
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import ClassVar
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
 
 from torch import Tensor
 
-from stairs.attention.tiles import TritonTile
+from stairs.attention.tiles import HopperTile, TritonTile
 
 __all__ = ["AttnMeta", "LayerKV", "WorkList"]
 
@@ -23,6 +23,10 @@ class LayerKV:
 
     k: Tensor  # (N, G, B, D)
     v: Tensor  # (N, G, B, D)
+    # What the copy engine knows k and v by, made by the first kernel that asks, by box.
+    boxes: dict[tuple[int, int], tuple[Any, Any]] = field(
+        default_factory=dict, compare=False, repr=False
+    )
 
     @property
     def block_size(self) -> int:
@@ -34,10 +38,11 @@ class WorkList:
     """What GPU programs of one tile do, fields as in attention/work.py. W and M are capacities:
     ``numbers`` on the device says how many entries and merges there are."""
 
-    tile: TritonTile
+    tile: TritonTile | HopperTile
     entries: Tensor  # (W, 8) int32
     merges: Tensor  # (M, 8) int32
     numbers: Tensor  # (2,) int32
+    starts: Tensor  # (C+1,) int32  of C persistent programs; (0,) where each entry has its own
     num_partials: int  # capacity of the workspace, in tiles
     most_partials: int  # of one merge
 

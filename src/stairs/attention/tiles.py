@@ -7,7 +7,15 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-__all__ = ["CARDS", "Card", "TritonTile", "flash_tile", "paged_tiles"]
+__all__ = [
+    "CARDS",
+    "Card",
+    "HopperTile",
+    "TritonTile",
+    "flash_tile",
+    "hopper_tiles",
+    "paged_tiles",
+]
 
 KIB = 1024
 
@@ -46,6 +54,24 @@ class TritonTile:
         return self.num_warps >= 4 and self.rows >= 64
 
 
+@dataclass(frozen=True, slots=True)
+class HopperTile:
+    """A tile of hopper_decode: 16 rows by mma.sync or 64 by wgmma, in rings of ``num_stages``."""
+
+    rows: int
+    keys: int
+    num_stages: int
+    per_sm: int
+    min_keys: int = 128  # of a split, and what a merge costs: shorter ones do not pay for it
+    is_chained: bool = False  # the merge is launched early and waits (programmatic dependent)
+    measured: str | None = None  # where, on which card
+
+    @property
+    def max_registers(self) -> int:
+        """A thread, of four warps that compute and four that the loading one takes with it."""
+        return {1: 168, 2: 128, 3: 80, 4: 64}[self.per_sm]
+
+
 def _padded(head_dim: int) -> int:
     return max(16, 1 << (head_dim - 1).bit_length())
 
@@ -73,6 +99,22 @@ def paged_tiles(
         wide = card.shared > 99 * KIB
         short = TritonTile(rows, 64, 8, 5) if wide else TritonTile(rows, 32, 4, 3, per_sm=2)
     return short, _tall(padded, card)
+
+
+def hopper_tiles(head_dim: int, group: int) -> tuple[HopperTile, ...]:
+    """The tiles of sequences of up to 64 rows on sm_90, the fewest rows first.
+
+    None of them has run yet: chosen so that the rings of an SM's programs hold 144 to 192 KiB, of
+    which about 26 cover the memory's latency at full speed, and nothing spills.
+    """
+    padded = _padded(head_dim)
+    if padded <= 64:
+        tiles = HopperTile(16, 64, 3, per_sm=3), HopperTile(64, 64, 3, per_sm=3)
+    elif padded == 128:
+        tiles = HopperTile(16, 64, 3, per_sm=2), HopperTile(64, 64, 3, per_sm=2)
+    else:
+        tiles = HopperTile(16, 64, 3, per_sm=1), HopperTile(64, 32, 6, per_sm=1)
+    return tiles if group <= 16 else tiles[1:]
 
 
 def _tall(padded: int, card: Card) -> TritonTile:

@@ -13,11 +13,21 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.language.extra.cuda import gdc_wait
 
 from stairs.attention.meta import AttnMeta, LayerKV, WorkList
+from stairs.attention.tiles import HopperTile, TritonTile
 from stairs.attention.triton_softmax import LOG2_E, finish, tile_update
 
-__all__ = ["attend_paged", "merge_kernel", "paged_kernel", "write_kernel", "write_pages"]
+__all__ = [
+    "attend_cut",
+    "merge_kernel",
+    "merge_partials",
+    "paged_kernel",
+    "partials",
+    "write_kernel",
+    "write_pages",
+]
 
 
 @triton.jit(do_not_specialize=["num_slots"])
@@ -153,24 +163,25 @@ def paged_kernel(
 def merge_kernel(
     partial_out, partial_lse, merges, numbers, out,
     GROUP: tl.constexpr, KV_HEADS: tl.constexpr, D: tl.constexpr, BD: tl.constexpr,
-    BM: tl.constexpr, PARTS: tl.constexpr, COLUMNS: tl.constexpr,
+    BM: tl.constexpr, PARTS: tl.constexpr, COLUMNS: tl.constexpr, CHAINED: tl.constexpr,
 ):  # fmt: skip
     """COLUMNS of one row of one merge: O = sum O_i exp2(LSE_i) / sum exp2(LSE_i), PARTS at a
-    time, always in the order of the keys."""
+    time, always in the order of the keys. CHAINED: launched while the partials are being made."""
     slices: tl.constexpr = BD // COLUMNS
     first = tl.program_id(0) % slices * COLUMNS
     place = tl.program_id(0) // slices % BM
     head = tl.program_id(0) // (slices * BM) % KV_HEADS
     index = tl.program_id(0) // (slices * BM * KV_HEADS)
-    if index >= tl.load(numbers + 1):
-        return
+    num_merges = tl.load(numbers + 1)
     merge = merges + index * 8
     token = tl.load(merge).to(tl.int64)
     num_q = tl.load(merge + 1)
     row = tl.load(merge + 2) + place
     partial = tl.load(merge + 3).to(tl.int64)
     num_partials = tl.load(merge + 4)
-    if row >= num_q * GROUP:
+    if CHAINED:
+        gdc_wait()  # also where nothing is merged: what follows us must not overtake the partials
+    if (index >= num_merges) | (row >= num_q * GROUP):
         return
     d = first + tl.arange(0, COLUMNS)
     m = tl.full([1], float("-inf"), tl.float32)
@@ -215,43 +226,52 @@ def write_pages(k: Tensor, v: Tensor, layer_kv: LayerKV, meta: AttnMeta) -> None
         meta.counts[:, AttnMeta.KV_BYTES_WRITTEN] += meta.cu_q.diff() * row_bytes
 
 
-def attend_paged(
-    q: Tensor, layer_kv: LayerKV, meta: AttnMeta, *, scale: float, out: Tensor
-) -> None:
-    """q (T, H, D) over the pages, cut as ``meta.work`` says, into ``out`` (T, H, D) contiguous."""
-    if q.stride(2) != 1:
-        q = q.contiguous()
-    for work in meta.work:
-        _attend_cut(q, layer_kv, meta, work, scale=scale, out=out)
+def partials(q: Tensor, work: WorkList, kv_heads: int) -> tuple[Tensor, Tensor]:
+    """Room for the partial results of ``work``: O (P, G, rows, D) and LSE (P, G, rows).
+
+    Allocated a call: the caching allocator orders its reuse by stream, so that two streams never
+    share a workspace.
+    """
+    shape = (work.num_partials, kv_heads, work.tile.rows)
+    out = torch.empty((*shape, q.shape[2]), dtype=torch.float32, device=q.device)
+    return out, torch.empty(shape, dtype=torch.float32, device=q.device)
 
 
-def _attend_cut(
+def attend_cut(
     q: Tensor, layer_kv: LayerKV, meta: AttnMeta, work: WorkList, *, scale: float, out: Tensor
 ) -> None:
+    """What ``work`` holds of q (T, H, D), D side by side, into ``out`` (T, H, D) contiguous."""
     tile = work.tile
-    num_entries, num_merges = work.entries.shape[0], work.merges.shape[0]
+    assert isinstance(tile, TritonTile)
+    num_entries = work.entries.shape[0]
     if not num_entries:
         return
     num_blocks, kv_heads, block_size, head_dim = layer_kv.k.shape
-    group = q.shape[1] // kv_heads
-    rows = work.num_partials * kv_heads * tile.rows
-    # Allocated a call: the caching allocator orders its reuse by stream, so that two streams
-    # never share a workspace.
-    partial_out = torch.empty((rows, head_dim), dtype=torch.float32, device=q.device)
-    partial_lse = torch.empty(rows, dtype=torch.float32, device=q.device)
-    head_block = max(16, triton.next_power_of_2(head_dim))
-    shape = {"GROUP": group, "KV_HEADS": kv_heads, "D": head_dim, "BD": head_block}
+    partial_out, partial_lse = partials(q, work, kv_heads)
     paged_kernel[(num_entries * kv_heads,)](
         q, layer_kv.k, layer_kv.v, meta.block_table, work.entries, work.numbers, out, partial_out,
         partial_lse, meta.counts, scale * LOG2_E, q.stride(0), q.stride(1), layer_kv.k.stride(0),
-        meta.block_table.stride(0), num_blocks, **shape, BLOCK=block_size, BM=tile.rows,
+        meta.block_table.stride(0), num_blocks, GROUP=q.shape[1] // kv_heads, KV_HEADS=kv_heads,
+        BLOCK=block_size, D=head_dim, BD=max(16, triton.next_power_of_2(head_dim)), BM=tile.rows,
         BN=tile.keys, TALL=tile.tall, COUNTING=meta.counting,
         PRECISION="ieee" if q.dtype == torch.float32 else "tf32", num_warps=tile.num_warps,
         num_stages=tile.num_stages,
     )  # fmt: skip
-    if num_merges:
-        columns = min(head_block, 32)  # narrow, so that few rows still fill the card
-        merge_kernel[(num_merges * kv_heads * tile.rows * (head_block // columns),)](
-            partial_out, partial_lse, work.merges, work.numbers, out, **shape, BM=tile.rows,
-            PARTS=16 if work.most_partials <= 16 else 64, COLUMNS=columns, num_warps=2,
-        )  # fmt: skip
+    merge_partials(work, partial_out, partial_lse, out)
+
+
+def merge_partials(work: WorkList, partial_out: Tensor, partial_lse: Tensor, out: Tensor) -> None:
+    """Join the parts of the rows of ``out`` (T, H, D) that were cut."""
+    _, kv_heads, rows, head_dim = partial_out.shape
+    num_merges = work.merges.shape[0]
+    if not num_merges:
+        return
+    is_chained = isinstance(work.tile, HopperTile) and work.tile.is_chained
+    head_block = max(16, triton.next_power_of_2(head_dim))
+    columns = min(head_block, 32)  # narrow, so that few rows still fill the card
+    merge_kernel[(num_merges * kv_heads * rows * (head_block // columns),)](
+        partial_out, partial_lse, work.merges, work.numbers, out,
+        GROUP=out.shape[1] // kv_heads, KV_HEADS=kv_heads, D=head_dim, BD=head_block, BM=rows,
+        PARTS=16 if work.most_partials <= 16 else 64, COLUMNS=columns, CHAINED=is_chained,
+        num_warps=2, launch_pdl=is_chained,
+    )  # fmt: skip

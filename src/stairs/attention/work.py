@@ -19,11 +19,22 @@ import torch
 from numpy.typing import NDArray
 
 from stairs.attention.meta import WorkList
-from stairs.attention.tiles import TritonTile
+from stairs.attention.tiles import HopperTile, TritonTile
 
-__all__ = ["ENTRY_FIELDS", "MERGE_FIELDS", "Cut", "Cutter", "cut_rows", "cut_step", "upload"]
+__all__ = [
+    "ENTRY_FIELDS",
+    "MERGE_FIELDS",
+    "Cut",
+    "Cutter",
+    "Tiles",
+    "cut_programs",
+    "cut_rows",
+    "cut_step",
+    "upload",
+]
 
 Ints = NDArray[np.int32]
+Tiles = tuple[TritonTile | HopperTile, ...]  # by rows; the last takes what fits in none before
 
 MIN_SPLIT = 128  # keys: below this a merge costs more than the split saves
 
@@ -37,12 +48,13 @@ MERGE_FIELDS = ("token", "num_q", "row", "partial", "num_partials", "unused", "u
 class Cut:
     """Entries and merges of the sequences that take ``tile``."""
 
-    tile: TritonTile
+    tile: TritonTile | HopperTile
     entries: Ints  # (W, 8)
     merges: Ints  # (M, 8)
     numbers: Ints  # (2,)  how many of W and of M hold something
     num_partials: int
     most_partials: int  # of one merge
+    starts: Ints | None = None  # (C+1,)  of C programs, see cut_programs
 
 
 def cut_rows(
@@ -85,42 +97,167 @@ def cut_rows(
 
     owner = np.repeat(np.arange(len(sequence)), splits)  # the tile of each entry
     part = np.arange(len(owner)) - np.repeat(np.cumsum(splits) - splits, splits)
-    partial_of = np.cumsum(np.where(splits > 1, splits, 0)) - np.where(splits > 1, splits, 0)
     first = part * each[owner]
-    entries = np.empty((len(owner), len(ENTRY_FIELDS)), dtype=np.int32)
-    entries[:, 0] = tokens[sequence][owner]
-    entries[:, 1] = num_q[sequence][owner]
-    entries[:, 2] = num_kv[sequence][owner]
-    entries[:, 3] = row[owner]
-    entries[:, 4] = first
-    entries[:, 5] = np.minimum(first + each[owner], keys[owner])
-    entries[:, 6] = np.where(splits[owner] > 1, partial_of[owner] + part, -1)
-    entries[:, 7] = seats[sequence][owner]
+    last = np.minimum(first + each[owner], keys[owner])
+    entries, merges = _rows(
+        num_q[sequence],
+        num_kv[sequence],
+        row,
+        tokens[sequence],
+        seats[sequence],
+        owner,
+        first,
+        last,
+    )
     # Longest first: what starts last then ends soon.
     entries = entries[np.argsort(entries[:, 4] - entries[:, 5], kind="stable")]
+    return _cut(tile, entries, merges)
 
+
+def _rows(
+    num_q: NDArray[np.int64],
+    num_kv: NDArray[np.int64],
+    row: NDArray[np.int64],
+    token: NDArray[np.int64],
+    seat: NDArray[np.int64],
+    owner: NDArray[np.int64],
+    first: NDArray[np.int64],
+    last: NDArray[np.int64],
+) -> tuple[Ints, Ints]:
+    """Entries and merges of tiles of rows (R,), whose keys are cut in pieces (W,): the tile
+    ``owner`` of each, in order, and its keys."""
+    splits = np.bincount(owner, minlength=len(row))
+    part = np.arange(len(owner)) - np.repeat(np.cumsum(splits) - splits, splits)
+    partials = np.where(splits > 1, splits, 0)
+    partial = np.cumsum(partials) - partials
+    entries = np.empty((len(owner), len(ENTRY_FIELDS)), dtype=np.int32)
+    entries[:, 0] = token[owner]
+    entries[:, 1] = num_q[owner]
+    entries[:, 2] = num_kv[owner]
+    entries[:, 3] = row[owner]
+    entries[:, 4] = first
+    entries[:, 5] = last
+    entries[:, 6] = np.where(splits[owner] > 1, partial[owner] + part, -1)
+    entries[:, 7] = seat[owner]
     split = np.flatnonzero(splits > 1)
     merges = np.zeros((len(split), len(MERGE_FIELDS)), dtype=np.int32)
-    merges[:, 0] = tokens[sequence[split]]
-    merges[:, 1] = num_q[sequence[split]]
+    merges[:, 0] = token[split]
+    merges[:, 1] = num_q[split]
     merges[:, 2] = row[split]
-    merges[:, 3] = partial_of[split]
+    merges[:, 3] = partial[split]
     merges[:, 4] = splits[split]
+    return entries, merges
+
+
+def _cut(
+    tile: TritonTile | HopperTile, entries: Ints, merges: Ints, starts: Ints | None = None
+) -> Cut:
     numbers = np.array((len(entries), len(merges)), dtype=np.int32)
-    most = int(splits[split].max(initial=0))
-    return Cut(tile, entries, merges, numbers, int(splits[split].sum()), most)
+    counts = merges[:, 4]
+    return Cut(
+        tile, entries, merges, numbers, int(counts.sum()), int(counts.max(initial=0)), starts
+    )
 
 
 def _split_size(keys: NDArray[np.int64], key_step: int, target: int, min_keys: int) -> int:
-    """Keys a split may hold so that there are about ``target`` of them."""
+    """Keys a split may hold so that there are about ``target`` of them; what is shorter from the
+    start counts by its length, because several run one after the other beside a longer one."""
     size = max(-(-int(keys.sum()) // max(target, 1)), min_keys, key_step)
     size = -(-size // key_step) * key_step
     for _ in range(4):
-        count = int(np.maximum(-(-keys // size), 1).sum())
-        if count <= max(target, len(keys)):
+        count = float(np.where(keys > size, -(-keys // size), keys / size).sum())
+        if count <= target:
             break
-        size = -(-size * count // max(target, len(keys)) // key_step) * key_step
+        size = -(-int(size * count) // (target * key_step)) * key_step
     return size
+
+
+def cut_programs(
+    num_q: NDArray[np.int64],
+    num_kv: NDArray[np.int64],
+    *,
+    tile: HopperTile,
+    num_programs: int,
+    fixed_keys: int | None = None,
+    seats: NDArray[np.int64] | None = None,
+    tokens: NDArray[np.int64] | None = None,
+) -> Cut:
+    """Sequences (S,) of one tile of rows each, dealt to C = ``num_programs`` that run at once.
+
+    Program c runs entry c, empty where it has none, then entries starts[c] .. starts[c + 1]. All
+    tiles of keys stand in one line, which is cut in C equal parts; sequences stay whole where
+    that costs less than the merges. ``fixed_keys``, ``seats``, ``tokens``: as for ``cut_rows``.
+    """
+    if tokens is None:
+        tokens = np.cumsum(num_q) - num_q
+    seats = np.arange(len(num_q)) if seats is None else np.asarray(seats)
+    tiles = -(-num_kv // tile.keys)
+    if fixed_keys is None:
+        owner, first, program = _equal_parts(
+            tiles,
+            num_programs,
+            -(-tile.min_keys // tile.keys),
+            merge_cost=tile.min_keys / tile.keys,
+        )
+        first = first * tile.keys
+    else:
+        splits = np.maximum(-(-num_kv // fixed_keys), 1)
+        owner = np.repeat(np.arange(len(num_kv)), splits)
+        first = (np.arange(len(owner)) - np.repeat(np.cumsum(splits) - splits, splits)) * fixed_keys
+        program = _dealt(np.minimum(num_kv[owner] - first, fixed_keys), num_programs)
+    ends = np.append(owner[1:] != owner[:-1], True)
+    last = np.where(ends, num_kv[owner], np.append(first[1:], 0))
+    pieces, merges = _rows(
+        num_q, num_kv, np.zeros(len(num_q), np.int64), tokens, seats, owner, first, last
+    )
+    order = np.argsort(program, kind="stable")
+    program = program[order]
+    leads = np.append(True, program[1:] != program[:-1])
+    entries = np.zeros((num_programs + len(order) - int(leads.sum()), 8), dtype=np.int32)
+    entries[:num_programs, 6] = -1
+    entries[program[leads]] = pieces[order[leads]]
+    entries[num_programs:] = pieces[order[~leads]]
+    more = np.bincount(program[~leads], minlength=num_programs)
+    starts = num_programs + np.append(0, np.cumsum(more))
+    return _cut(tile, entries, merges, starts.astype(np.int32))
+
+
+def _equal_parts(
+    tiles: NDArray[np.int64], num_programs: int, fewest: int, *, merge_cost: float
+) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
+    """The pieces that sequences of ``tiles`` (S,) are cut in: whose, its first tile, its program.
+
+    No piece of a cut sequence is shorter than ``fewest`` tiles. A sequence that certainly shares
+    its program costs one tile more: its queries and results take time too.
+    """
+    cost = tiles + (tiles * num_programs < tiles.sum())
+    whole = _dealt(cost, num_programs)
+    end = np.cumsum(cost)
+    used = max(1, min(num_programs, int(end[-1]) // fewest))
+    if np.bincount(whole, cost).max() <= end[-1] / used + merge_cost:
+        return np.arange(len(tiles)), np.zeros_like(tiles), whole
+    cuts = np.arange(1, used) * end[-1] // used  # places in the line of all tiles
+    sequence = np.searchsorted(end, cuts, side="right")
+    inside = cuts - (end - tiles)[sequence]
+    near_end = tiles[sequence] - inside < fewest
+    sequence = sequence + near_end
+    inside = np.where(near_end | (inside < fewest), 0, inside)
+    # A program begins at each place (sequence, tile); whole sequences begin pieces too.
+    stride = int(tiles.max()) + 1
+    cuts = sequence * stride + inside
+    begins = np.unique(np.append(cuts, np.arange(len(tiles)) * stride))
+    begins = begins[begins < len(tiles) * stride]
+    program = np.searchsorted(cuts, begins, side="right")
+    return begins // stride, begins % stride, program
+
+
+def _dealt(cost: NDArray[np.int64], num_programs: int) -> NDArray[np.int64]:
+    """A program for each: the dearest first, to and fro, so that every round evens out the last."""
+    order = np.argsort(-cost, kind="stable")
+    turn, place = np.divmod(np.arange(len(cost)), num_programs)
+    program = np.empty(len(cost), dtype=np.int64)
+    program[order] = np.where(turn % 2, num_programs - 1 - place, place)
+    return program
 
 
 def cut_step(
@@ -129,24 +266,32 @@ def cut_step(
     *,
     group: int,
     kv_heads: int,
-    tiles: tuple[TritonTile, TritonTile],
+    tiles: Tiles,
     num_sms: int,
     fixed_keys: int | None = None,
 ) -> list[Cut]:
-    """The step's sequences in short and tall tiles; lists that would be empty are left out."""
+    """The step's sequences, each in the first of ``tiles`` that holds its rows, or in pieces in
+    the last; lists that would be empty are left out."""
     tokens = np.cumsum(num_q) - num_q
-    is_short = num_q * group <= tiles[0].rows
+    bounds = [tile.rows for tile in tiles[:-1]]
+    chosen = np.where(num_q > 0, np.searchsorted(bounds, num_q * group), -1)
     cuts = []
-    for tile, chosen in ((tiles[0], is_short), (tiles[1], ~is_short)):
-        seats = np.flatnonzero(chosen & (num_q > 0))
-        if len(seats):
-            target = max(1, num_sms * tile.per_sm // kv_heads)
-            cuts.append(
-                cut_rows(
-                    num_q[seats], num_kv[seats], group=group, tile=tile, target=target,
-                    min_keys=MIN_SPLIT, fixed_keys=fixed_keys, seats=seats, tokens=tokens[seats],
-                )
+    for index, tile in enumerate(tiles):
+        seats = np.flatnonzero(chosen == index)
+        if not len(seats):
+            continue
+        target = max(1, num_sms * tile.per_sm // kv_heads)
+        if isinstance(tile, HopperTile):
+            cut = cut_programs(
+                num_q[seats], num_kv[seats], tile=tile, num_programs=target,
+                fixed_keys=fixed_keys, seats=seats, tokens=tokens[seats],
             )  # fmt: skip
+        else:
+            cut = cut_rows(
+                num_q[seats], num_kv[seats], group=group, tile=tile, target=target,
+                min_keys=MIN_SPLIT, fixed_keys=fixed_keys, seats=seats, tokens=tokens[seats],
+            )  # fmt: skip
+        cuts.append(cut)
     return cuts
 
 
@@ -156,7 +301,7 @@ class Cutter:
 
     group: int
     kv_heads: int
-    tiles: tuple[TritonTile, TritonTile]
+    tiles: Tiles
     num_sms: int
     device: torch.device
 
@@ -175,7 +320,11 @@ class Cutter:
 
 def upload(cuts: Sequence[Cut], device: torch.device) -> tuple[WorkList, ...]:
     """The cuts on ``device``, in one copy."""
-    parts = [part for cut in cuts for part in (_padded_numbers(cut), cut.entries, cut.merges)]
+    parts = [
+        part
+        for cut in cuts
+        for part in (_in_rows(cut.numbers), cut.entries, cut.merges, _in_rows(cut.starts))
+    ]
     if not parts:
         return ()
     rows = torch.from_numpy(np.concatenate(parts))
@@ -188,6 +337,7 @@ def upload(cuts: Sequence[Cut], device: torch.device) -> tuple[WorkList, ...]:
             numbers=next(pieces)[0],
             entries=next(pieces),
             merges=next(pieces),
+            starts=next(pieces).flatten()[: 0 if cut.starts is None else len(cut.starts)],
             num_partials=cut.num_partials,
             most_partials=cut.most_partials,
         )
@@ -195,6 +345,8 @@ def upload(cuts: Sequence[Cut], device: torch.device) -> tuple[WorkList, ...]:
     )
 
 
-def _padded_numbers(cut: Cut) -> Ints:
-    """As one row of eight, so that every part starts where a kernel may load it whole."""
-    return np.pad(cut.numbers, (0, len(ENTRY_FIELDS) - len(cut.numbers)))[None]
+def _in_rows(numbers: Ints | None) -> Ints:
+    """As rows of eight, so that every part starts where a kernel may load it whole."""
+    if numbers is None:
+        numbers = np.empty(0, dtype=np.int32)
+    return np.pad(numbers, (0, -len(numbers) % 8)).reshape(-1, 8)
