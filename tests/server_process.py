@@ -62,6 +62,14 @@ class Server:
                 return float(value)
         raise AssertionError(f"no sample {name} {labels}")
 
+    def engine_pid(self) -> int:
+        found = subprocess.run(
+            ["pgrep", "-P", str(self.process.pid), "-f", "engine_process"],
+            capture_output=True,
+            text=True,
+        )
+        return int(found.stdout)
+
     def stop(self) -> int:
         if self.process.poll() is None:
             self.process.send_signal(signal.SIGTERM)

@@ -6,7 +6,6 @@ import base64
 import json
 import os
 import signal
-import subprocess
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -53,15 +52,6 @@ def chat(server: Server, *messages: dict, **options):
 
 
 USER = {"role": "user", "content": "how is the light?"}
-
-
-def engine_pid(server: Server) -> int:
-    found = subprocess.run(
-        ["pgrep", "-P", str(server.process.pid), "-f", "engine_process"],
-        capture_output=True,
-        text=True,
-    )
-    return int(found.stdout)
 
 
 # -- keys and origins ---------------------------------------------------------------------------
@@ -166,7 +156,7 @@ def test_when_the_engine_dies_everyone_is_told_and_it_comes_back(guarded: Server
         wholes = [pool.submit(whole, i) for i in range(2)]
         while guarded.metric("vllm:num_requests_running") < 3:
             pass
-        os.kill(engine_pid(guarded), signal.SIGKILL)
+        os.kill(guarded.engine_pid(), signal.SIGKILL)
         for answer in wholes:
             reply = answer.result()
             assert reply.status_code == 503 and "Retry-After" in reply.headers
@@ -190,7 +180,7 @@ def test_when_the_engine_dies_everyone_is_told_and_it_comes_back(guarded: Server
 
 def test_the_engine_does_not_outlive_its_parent(tiny_model: Path) -> None:
     server = Server(tiny_model, "--num-gpu-blocks-override", "16").wait_ready()
-    engine = engine_pid(server)
+    engine = server.engine_pid()
     server.process.kill()
     server.stop()
     while True:

@@ -2,7 +2,7 @@
 
 States: ``loading`` → ``ready`` → ``restarting`` → ``ready`` ... → ``stopped``. In every state but
 ``ready`` a request is refused with EngineDeadError and the reason; those that wait when the engine
-dies get the same. It is ready once its pinned prefixes are.
+dies get the same. It is ready once its pinned prefixes are. One that hangs is killed.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from stairs.server import wire
 from stairs.server.answers import Answers, Prompt, Running
 from stairs.server.link import EngineLink
 from stairs.server.metrics import Metrics
+from stairs.server.watchdog import Watchdog
 from stairs.text.tokenizer import Tokenizer
 
 __all__ = ["Bridge", "State"]
@@ -45,6 +46,7 @@ class Bridge:
         metrics: Metrics,
         *,
         max_queue: int,
+        watchdog_timeout: float,
         prepare: Callable[[], Awaitable[None]],
     ) -> None:
         self._start = start
@@ -52,6 +54,13 @@ class Bridge:
         self._metrics = metrics
         self._max_queue = max_queue
         self._prepare = prepare
+        self._watchdog_timeout = watchdog_timeout
+        self._watchdog = Watchdog(
+            watchdog_timeout,
+            pending=lambda: bool(self._live or self._pins),
+            listen=self._listen,
+            bark=self._end_silent_engine,
+        )
         self._numbers = partial(next, itertools.count())
         self._link: EngineLink | None = None
         self._live: dict[int, Running] = {}  # by our number
@@ -60,6 +69,7 @@ class Bridge:
         self._loaded = asyncio.Event()
         self.became_ready = asyncio.Event()  # for the first time
         self._failed: wire.Failed | None = None
+        self._was_ready = False  # the engine that runs now
         self.state: State = "loading"
         self.reason: str | None = None
         self.info: wire.Ready | None = None
@@ -148,10 +158,12 @@ class Bridge:
         if self._link is None:
             raise EngineDeadError(f"the engine is {self.state}" + self._because())
         self._link.send(command)
+        self._watchdog.watch()
 
     # -- reports ----------------------------------------------------------------------------
 
     def _receive(self, report: wire.Report) -> None:
+        self._watchdog.heard()
         match report:
             case wire.Step():
                 self._step(report)
@@ -187,8 +199,9 @@ class Bridge:
             error = wire.refusal(refused.code, refused.message, refused.param)
             self._refuse(refused.request, error)
         for pinned in step.pinned:
-            if pinned.request in self._pins:
-                self._pins[pinned.request].set_result(pinned)
+            waiting = self._pins.get(pinned.request)
+            if waiting is not None and not waiting.done():  # done: its task was just cancelled
+                waiting.set_result(pinned)
         self._metrics.step(step.stats)
 
     def _end(self, one: Running) -> None:
@@ -222,15 +235,15 @@ class Bridge:
 
     async def _run_once(self) -> tuple[str, bool]:
         """One engine's life: why it ended, and whether it had become ready."""
-        self._failed = None
+        self._failed, self._was_ready = None, False
         self._loaded.clear()
         self._link = link = EngineLink(self._receive)
         preparing = asyncio.create_task(self._become_ready())
         try:
             reason = await link.run(self._start(link.address))
         finally:
-            was_ready = self.state == "ready"
             preparing.cancel()
+            self._watchdog.stop()
             self._link = None
         if self._failed is not None:
             reason = f"the engine stopped: {self._failed.message}"
@@ -239,7 +252,7 @@ class Bridge:
         self._metrics.engine_died(unexpected=not self.stopped)
         self._fail_all(EngineDeadError(reason))
         await asyncio.gather(preparing, return_exceptions=True)
-        return reason, was_ready
+        return reason, self._was_ready
 
     async def _become_ready(self) -> None:
         await self._loaded.wait()
@@ -254,8 +267,27 @@ class Bridge:
             assert self._link is not None
             self._link.stop()
             return
-        self.state, self.reason = "ready", None
+        self.state, self.reason, self._was_ready = "ready", None, True
         self.became_ready.set()
+
+    def _listen(self) -> None:
+        if self._link is not None:
+            self._link.receive()
+
+    def _end_silent_engine(self) -> None:
+        """It is killed, which works on a stopped process too, and its end does the rest. Clients
+        are told at once: a process that waits for a device's driver may not end."""
+        assert self._link is not None
+        reason = (
+            f"it gave no sign of life for {self._watchdog_timeout:g} s while requests waited "
+            "(--watchdog-timeout)"
+        )
+        self._failed = wire.Failed("engine_dead", reason)
+        reason = f"the engine stopped: {reason}"
+        if not self.stopped:
+            self.state, self.reason = "restarting", reason
+        self._fail_all(EngineDeadError(reason))
+        self._link.kill()
 
     def _fail_all(self, error: EngineDeadError) -> None:
         for one in list(self._live.values()):

@@ -57,14 +57,14 @@ class EngineLink:
         )
         assert self._process.stdin is not None and self._process.stdout is not None
         self._process.stdin.write(msgspec.json.encode(start) + b"\n")
-        self._loop.add_reader(self._socket.fileno(), self._readable)
+        self._loop.add_reader(self._socket.fileno(), self.receive)
         try:
             while data := await self._process.stdout.read(65536):
                 sys.stderr.buffer.write(data)
                 sys.stderr.flush()
                 self._tail = (self._tail + data)[-_TAIL:]
             code = await self._process.wait()
-            self._readable()  # its last words
+            self.receive()  # its last words
         finally:
             self._loop.remove_reader(self._socket.fileno())
             self._close()
@@ -73,7 +73,7 @@ class EngineLink:
     def send(self, command: wire.Command) -> None:
         self._socket.send(self._encode(command), zmq.NOBLOCK)
         # Sending may take the edge that would have told us of a message; look again.
-        self._loop.call_soon(self._readable)
+        self._loop.call_soon(self.receive)
 
     def stop(self) -> None:
         """Ask the process to end, by closing its standard input."""
@@ -84,7 +84,8 @@ class EngineLink:
         if self._process and self._process.returncode is None:
             self._process.kill()
 
-    def _readable(self) -> None:
+    def receive(self) -> None:
+        """Hand on all that has come."""
         while not self._socket.closed:
             try:
                 data = self._socket.recv(zmq.NOBLOCK)

@@ -17,6 +17,8 @@ from stairs.errors import ConfigError
 
 __all__ = ["ServeOptions", "load_options"]
 
+_MOST = 10**6  # of answers that wait, and of seconds: no clock overflows
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServeOptions:
@@ -37,6 +39,9 @@ class ServeOptions:
     max_queue: Annotated[int, "Answers that may wait; one more gets status 429."] = 256
     max_body_bytes: Annotated[int, "Larger requests get status 413, unread."] = 4 * 2**20
     drain_timeout: Annotated[float, "Seconds that running answers get at shutdown."] = 30.0
+    watchdog_timeout: Annotated[
+        float, "Seconds a step may take before the engine is started anew; 0: any number."
+    ] = 300.0
     revision: Annotated[str | None, "Branch, tag or commit of a hub model."] = None
     load_format: Annotated[str, "auto, gguf, safetensors or dummy."] = "auto"
     dtype: Annotated[str, "auto, float32, bfloat16, float16 or float64."] = "auto"
@@ -59,8 +64,9 @@ class ServeOptions:
 
     def __post_init__(self) -> None:
         self._require(0 <= self.port < 65536, "port", "must lie in [0, 65535]")
-        for name in ("max_queue", "drain_timeout"):
-            self._require(getattr(self, name) >= 0, name, "must be 0 or positive")
+        for name in ("max_queue", "drain_timeout", "watchdog_timeout"):
+            within = 0 <= getattr(self, name) <= _MOST
+            self._require(within, name, f"must lie in [0, {_MOST}]")
         self._require(self.max_body_bytes >= 1, "max_body_bytes", "must be at least 1")
         levels = ("debug", "info", "warning", "error")
         self._require(self.log_level in levels, "log_level", f"is one of {', '.join(levels)}")

@@ -117,7 +117,12 @@ def make_service(options: ServeOptions, checkpoint: Checkpoint) -> Service:
         return wire.Start(address, model, options.revision, options.load_format, options.engine)
 
     bridge = Bridge(
-        start, tokenizer, metrics, max_queue=options.max_queue, prepare=prefixes.restore
+        start,
+        tokenizer,
+        metrics,
+        max_queue=options.max_queue,
+        watchdog_timeout=options.watchdog_timeout,
+        prepare=prefixes.restore,
     )
     prefixes.attach(bridge)
     return Service(
