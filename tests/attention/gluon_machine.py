@@ -237,6 +237,15 @@ class TensorDescriptor:
     def from_tensor(cls, tensor: Tensor, block_shape: Sequence[int], layout: Any) -> Any:
         return cls(tensor, tensor.shape, tensor.stride(), block_shape, layout)
 
+    def fills(self, shared: Shared) -> bool:
+        """Leading dimensions of one need not be in shared memory."""
+        lead = len(self.block_shape) - len(shared.shape)
+        return (
+            lead >= 0
+            and self.block_shape == [1] * lead + list(shared.shape)
+            and shared.dtype == self.dtype
+        )
+
     def places(self, coord: Sequence[Any]) -> tuple[Tensor, Tensor, Tensor]:
         """Storage, offsets of the box's elements in it, and which exist."""
         corner = [int(x) for x in coord]
@@ -263,7 +272,7 @@ def load_box(
     partition.pause()
     if not bool(raw(pred)):
         return
-    if dest.shape != desc.block_shape or dest.dtype != desc.dtype:
+    if not desc.fills(dest):
         raise Fault(f"a box {desc.block_shape} of {desc.dtype} into {dest.shape} of {dest.dtype}")
     storage, offsets, exists = desc.places(coord)
     dest.check_free()
@@ -272,7 +281,7 @@ def load_box(
 
     def act() -> None:
         box = storage[torch.where(exists, offsets, 0)]
-        dest.data.copy_(torch.where(exists, box, torch.zeros_like(box)))
+        dest.data.copy_(torch.where(exists, box, torch.zeros_like(box)).reshape(dest.shape))
         dest.landing -= 1
         _barrier(barrier).bytes_landed(dest.data.numel() * dest.data.element_size())
 
@@ -282,14 +291,14 @@ def load_box(
 def store_box(desc: TensorDescriptor, coord: Sequence[Any], source: Shared) -> None:
     partition = me()
     partition.pause()
-    if source.shape != desc.block_shape or source.dtype != desc.dtype:
+    if not desc.fills(source):
         raise Fault(f"{source.shape} of {source.dtype} into a box {desc.block_shape}")
     source.check_visible()
     storage, offsets, exists = desc.places(coord)
     source.reading += 1
 
     def act() -> None:
-        storage[offsets[exists]] = source.data[exists]
+        storage[offsets[exists]] = source.data.reshape(exists.shape)[exists]
         source.reading -= 1
 
     partition.stores.append(_Copy(partition.program, act))
@@ -385,10 +394,10 @@ def fence(cluster: bool = False) -> None:
 
 def multiplied(a: Any, b: Any, acc: Any, use_acc: Any) -> Tensor:
     left, right = (x.data if isinstance(x, Shared) else raw(x) for x in (a, b))
-    if left.dtype != right.dtype or left.shape[1] != right.shape[0]:
+    if left.dtype != right.dtype or left.shape[-1] != right.shape[-2]:
         raise Fault(f"product of {left.shape} {left.dtype} and {right.shape} {right.dtype}")
     start = acc.made if isinstance(acc, _Product) else raw(acc)
-    if list(start.shape) != [left.shape[0], right.shape[1]] or start.dtype != torch.float32:
+    if list(start.shape) != [*left.shape[:-1], right.shape[-1]] or start.dtype != torch.float32:
         raise Fault(f"accumulator {start.shape} {start.dtype}")
     made = left.float() @ right.float()
     return made + start if bool(raw(use_acc)) else made
