@@ -34,9 +34,13 @@ __all__ = [
     "mma_v2",
     "named_arrive",
     "named_sync",
+    "numbered_arrive",
+    "numbered_sync",
+    "pack_pairs",
     "partition_barrier",
     "store_box",
     "store_wait",
+    "unpack_pairs",
     "warpgroup_mma",
     "warpgroup_mma_wait",
 ]
@@ -77,3 +81,39 @@ def named_sync(barrier: gl.constexpr, threads: gl.constexpr):
         False,
         1,
     )
+
+
+@gluon.jit
+def numbered_arrive(barrier, threads: gl.constexpr):
+    """named_arrive at a barrier whose number is known only at run time."""
+    gl.inline_asm_elementwise(
+        "bar.arrive $1, " + threads + "; mov.u32 $0, $1;", "=r,r", [barrier], gl.int32, False, 1
+    )
+
+
+@gluon.jit
+def numbered_sync(barrier, threads: gl.constexpr):
+    gl.inline_asm_elementwise(
+        "bar.sync $1, " + threads + "; mov.u32 $0, $1;", "=r,r", [barrier], gl.int32, False, 1
+    )
+
+
+@gluon.jit
+def pack_pairs(x, rows: gl.constexpr, columns: gl.constexpr, dtype: gl.constexpr):
+    """x (rows, columns) in float32 as int32 (rows, columns / 2): two neighbours rounded to
+    ``dtype``, the first below. A loop carries halves in a register each, and pays for it."""
+    kind: gl.constexpr = "bf16x2" if dtype == gl.bfloat16 else "f16x2"
+    low, high = gl.split(x.reshape([rows, columns // 2, 2]))
+    return gl.inline_asm_elementwise(
+        "cvt.rn." + kind + ".f32 $0, $2, $1;", "=r,r,r", [low, high], gl.int32, True, 1
+    )
+
+
+@gluon.jit
+def unpack_pairs(words, rows: gl.constexpr, columns: gl.constexpr, dtype: gl.constexpr):
+    """The way back, (rows, columns) in ``dtype``: no instruction where a product reads it."""
+    low, high = gl.inline_asm_elementwise(
+        "mov.b32 {$0, $1}, $2;", "=h,=h,r", [words], (gl.int16, gl.int16), True, 1
+    )
+    pairs = gl.join(low.to(dtype, bitcast=True), high.to(dtype, bitcast=True))
+    return pairs.reshape([rows, columns])

@@ -1,0 +1,513 @@
+"""Exact attention forward for Hopper (sm_90) in Gluon: dense batches and ragged ones.
+
+A program is one producer partition, which copies boxes of Q, K and V to shared memory, and two or
+three consumers of 64 query rows each. A consumer issues the product of the next keys before the
+product with the last values, and takes the softmax while the tensor cores do both. Keys go from
+the last tile of a row to the first: cut by the right edge, seen by all rows, cut by the window.
+A program takes many tiles of rows, and its barriers go on counting from one to the next. Which
+tile sizes: ``hopper``; in which order ragged rows: ``hopper_order``.
+"""
+# ruff: noqa: E741, RUF059, SIM102  (l is the softmax denominator everywhere in this package;
+# a name _ is carried by Triton's loops like any other, and a constant decides alone)
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from stairs.attention.gluon_api import (
+    TensorDescriptor,
+    fence_async_shared,
+    gl,
+    gluon,
+    load_box,
+    mbarrier,
+    named_arrive,
+    named_sync,
+    numbered_arrive,
+    numbered_sync,
+    pack_pairs,
+    partition_barrier,
+    store_box,
+    store_wait,
+    unpack_pairs,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+from stairs.attention.hopper import ForwardTile, padded
+from stairs.attention.hopper_order import RECORD, order_tiles, stretches
+from stairs.attention.hopper_softmax import quads_layout, weights
+
+__all__ = ["forward_kernel", "hopper_forward"]
+
+LOG2_E = 1.4426950408889634
+FAR = 2**30  # a window's side that is open
+BOX = gl.constexpr(gl.NVMMASharedLayout(128, 16, 2))
+BOXES = gl.NVMMASharedLayout(128, 16, 4)
+FIELDS = gl.constexpr(RECORD)
+
+
+@gluon.constexpr_function
+def turn(consumer, consumers):
+    """The hardware barrier that says it is this consumer's turn to issue products."""
+    return str(8 + consumer % consumers)
+
+
+@gluon.constexpr_function
+def all_threads(consumers):
+    return str(128 * (consumers + 1))
+
+
+@gluon.jit
+def advanced(stage, phase, STAGES: gl.constexpr):
+    stage += 1
+    wraps = stage == STAGES
+    return gl.where(wraps, 0, stage), gl.where(wraps, phase ^ 1, phase)
+
+
+@gluon.jit
+def acquire(empty, stage, phase, barrier: gl.constexpr, CONSUMERS: gl.constexpr):
+    """The producer waits until every consumer has released ``stage``. A hardware barrier (from
+    number ``barrier`` on, unless that is 0) spares consumers the meeting of their four warps that
+    an mbarrier's one arrival a partition takes."""
+    if barrier:
+        numbered_sync(barrier + stage, all_threads(CONSUMERS))
+    else:
+        mbarrier.wait(empty.index(stage), phase ^ 1)
+
+
+@gluon.jit
+def release(empty, stage, barrier: gl.constexpr, CONSUMERS: gl.constexpr):
+    if barrier:
+        numbered_arrive(barrier + stage, all_threads(CONSUMERS))
+    else:
+        mbarrier.arrive(empty.index(stage), count=1)
+
+
+@gluon.jit
+def num_rounds(num_tiles, RAGGED: gl.constexpr, RIGHT: gl.constexpr):
+    """How many tiles of rows this program takes."""
+    programs = gl.num_programs(0)
+    mine = gl.program_id(0)
+    if RAGGED:
+        mine = gl.where(num_tiles // programs % 2 == 0, mine, programs - 1 - mine)
+    elif RIGHT:
+        over = num_tiles % (2 * programs) - 2 * mine
+        return num_tiles // (2 * programs) * 2 + gl.minimum(gl.maximum(over, 0), 2)
+    return num_tiles // programs + gl.where(num_tiles % programs > mine, 1, 0)
+
+
+@gluon.jit
+def locate(r, tiles, num_q, num_kv, heads, together, row_tiles, BM: gl.constexpr,
+           RAGGED: gl.constexpr, RIGHT: gl.constexpr):  # fmt: skip
+    """The r-th tile of rows of this program: box, head, first row in its sequence, and the
+    sequence's first row and number of rows in q, and in k."""
+    programs = gl.num_programs(0)
+    mine = gl.program_id(0)
+    if RAGGED:
+        # Longest first, there and back: each program gets long ones and short ones.
+        t = r * programs + gl.where(r % 2 == 0, mine, programs - 1 - mine)
+        count = gl.load(tiles)
+        head = t // (count * together) * together + t % together
+        record = tiles + (1 + t % (count * together) // together) * FIELDS
+        return (0, head, gl.load(record), gl.load(record + 1), gl.load(record + 2),
+                gl.load(record + 3), gl.load(record + 4))  # fmt: skip
+    t = r * programs + mine
+    if RIGHT:
+        t = (r // 2 * programs + mine) * 2 + r % 2
+    m = t % row_tiles
+    if RIGHT:
+        # Tiles 2i and 2i + 1 are a head's i-th longest and i-th shortest: pairs are equally long.
+        m = gl.where(m % 2 == 0, row_tiles - 1 - m // 2, m // 2)
+    at = t // row_tiles
+    return at // heads, at % heads, m * BM, 0, num_q, 0, num_kv
+
+
+@gluon.jit
+def producer(
+    q, k, v, memory, barriers, problem, BN: gl.constexpr, BD: gl.constexpr, STAGES: gl.constexpr,
+    CONSUMERS: gl.constexpr, K_FREE: gl.constexpr, V_FREE: gl.constexpr, RAGGED: gl.constexpr,
+    RIGHT: gl.constexpr, LEFT: gl.constexpr,
+):  # fmt: skip
+    q_tiles, k_tiles, v_tiles, o_tiles = memory
+    q_full, q_empty, k_full, k_empty, v_full, v_empty, clean = barriers
+    tiles, num_q, num_kv, left, right, heads, group, together, row_tiles, num_tiles = problem
+    BM: gl.constexpr = 64 * CONSUMERS
+    BYTES: gl.constexpr = BN * BD * 2
+    if RAGGED:
+        num_tiles = gl.load(tiles) * heads
+    stage = 0
+    phase = 0
+    q_phase = 0
+    for r in range(num_rounds(num_tiles, RAGGED, RIGHT)):
+        box, head, row0, first_q, rows, first_kv, keys = locate(
+            r, tiles, num_q, num_kv, heads, together, row_tiles, BM, RAGGED, RIGHT
+        )
+        first, clear, full, end = stretches(row0, rows, keys, left, right, BM, BN, RIGHT, LEFT)
+        kv_head = head // group
+        # Before Q, whose memory may be on its way out with the last tile's result.
+        acquire(k_empty, stage, phase, K_FREE, CONSUMERS)
+        mbarrier.expect(k_full.index(stage), BYTES)
+        load_box(k, [box, kv_head, first_kv + (end - 1) * BN, 0], k_full.index(stage),
+                 k_tiles.index(stage))  # fmt: skip
+        for c in gl.static_range(CONSUMERS):
+            mbarrier.wait(q_empty.index(c), q_phase ^ 1)
+            mbarrier.expect(q_full.index(c), 64 * BD * 2)
+            load_box(q, [box, head, first_q + row0 + c * 64, 0], q_full.index(c),
+                     q_tiles.index(c))  # fmt: skip
+        q_phase ^= 1
+        # K is a tile ahead of V, in the order in which they are used.
+        for j in range(end - 2, first - 1, -1):
+            next_stage, next_phase = advanced(stage, phase, STAGES)
+            acquire(k_empty, next_stage, next_phase, K_FREE, CONSUMERS)
+            mbarrier.expect(k_full.index(next_stage), BYTES)
+            load_box(k, [box, kv_head, first_kv + j * BN, 0], k_full.index(next_stage),
+                     k_tiles.index(next_stage))  # fmt: skip
+            acquire(v_empty, stage, phase, V_FREE, CONSUMERS)
+            mbarrier.expect(v_full.index(stage), BYTES)
+            load_box(v, [box, kv_head, first_kv + (j + 1) * BN, 0], v_full.index(stage),
+                     v_tiles.index(stage))  # fmt: skip
+            stage, phase = next_stage, next_phase
+        acquire(v_empty, stage, phase, V_FREE, CONSUMERS)
+        mbarrier.expect(v_full.index(stage), BYTES)
+        load_box(v, [box, kv_head, first_kv + first * BN, 0], v_full.index(stage),
+                 v_tiles.index(stage))  # fmt: skip
+        stage, phase = advanced(stage, phase, STAGES)
+
+
+@gluon.jit
+def step(
+    q, memory, barriers, w, acc, m, l, stage, phase, j, first_seen, last_seen, scale, inner,
+    c: gl.constexpr, MASKED: gl.constexpr, LEFT: gl.constexpr, CAPPED: gl.constexpr,
+    BN: gl.constexpr, STAGES: gl.constexpr, CONSUMERS: gl.constexpr, TURNS: gl.constexpr,
+    K_FREE: gl.constexpr, V_FREE: gl.constexpr, DTYPE: gl.constexpr, S_LAYOUT: gl.constexpr,
+    O_LAYOUT: gl.constexpr, QUADS: gl.constexpr,
+):  # fmt: skip
+    """Scores of tile j, the last tile's weights times its values, then the weights of tile j.
+
+    Weights ``w`` go from step to step as whole registers of two: as halves each takes a move in
+    and a move out, 64 of 508 instructions at D 128."""
+    q_tiles, k_tiles, v_tiles, o_tiles = memory
+    q_full, q_empty, k_full, k_empty, v_full, v_empty, clean = barriers
+    SUMS: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(3, QUADS))
+    p = gl.convert_layout(unpack_pairs(w, 64, BN, DTYPE), gl.DotOperandLayout(0, O_LAYOUT, 2))
+    next_stage, next_phase = advanced(stage, phase, STAGES)
+    mbarrier.wait(k_full.index(next_stage), next_phase)
+    if TURNS:
+        named_sync(turn(c, CONSUMERS), "256")
+    zero = gl.zeros([64, BN], gl.float32, S_LAYOUT)
+    scores = warpgroup_mma(
+        q, k_tiles.index(next_stage).permute([1, 0]), zero, use_acc=False, is_async=True
+    )
+    mbarrier.wait(v_full.index(stage), phase)
+    product = warpgroup_mma(p, v_tiles.index(stage), acc, is_async=True)
+    if TURNS:
+        named_arrive(turn(c + 1, CONSUMERS), "256")
+    s = warpgroup_mma_wait(1, deps=[scores])
+    release(k_empty, next_stage, K_FREE, CONSUMERS)
+    s, m, keep, sums = weights(
+        s, m, j, first_seen, last_seen, scale, inner, BN, MASKED, LEFT, CAPPED, S_LAYOUT, QUADS
+    )
+    kept = gl.convert_layout(keep, gl.SliceLayout(1, SUMS), assert_trivial=True)
+    l = l * kept[:, None] + sums
+    acc = warpgroup_mma_wait(0, deps=[product])
+    release(v_empty, stage, V_FREE, CONSUMERS)
+    w = pack_pairs(s, 64, BN, DTYPE)
+    acc = acc * gl.convert_layout(keep, gl.SliceLayout(1, O_LAYOUT))[:, None]
+    return w, acc, m, l, next_stage, next_phase
+
+
+@gluon.jit
+def clear_past(values, keys, c: gl.constexpr, BN: gl.constexpr, BD: gl.constexpr,
+               CONSUMERS: gl.constexpr):  # fmt: skip
+    """This consumer's share of the rows of ``values`` (BN, BD) from ``keys`` on to 0: they are
+    another sequence's, and a weight of 0 times NaN is NaN."""
+    LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [256 // BD, BD // 8], [4, 1], [1, 0])
+    for i in gl.static_range(c, BN // 16, CONSUMERS):
+        piece = values.slice(i * 16, 16, 0)
+        row = i * 16 + gl.arange(0, 16, gl.SliceLayout(1, LAYOUT))
+        piece.store(gl.where((row < keys)[:, None], piece.load(LAYOUT), 0.0))
+
+
+@gluon.jit
+def store_rows(result, out, row0, first_q, rows, head, heads, head_dim, BD: gl.constexpr,
+               O_LAYOUT: gl.constexpr):  # fmt: skip
+    """The rows of ``result`` (64, BD) that are the sequence's: below are another one's."""
+    row = row0 + gl.arange(0, 64, gl.SliceLayout(1, O_LAYOUT))
+    column = gl.arange(0, BD, gl.SliceLayout(0, O_LAYOUT))
+    at = ((first_q + row).to(gl.int64) * heads + head) * head_dim
+    inside = (row < rows)[:, None] & (column < head_dim)[None, :]
+    gl.store(out + at[:, None] + column[None, :], result, mask=inside)
+
+
+@gluon.jit
+def consumer(
+    o, out, lse, memory, barriers, problem, scale, inner, head_dim, total_q, c: gl.constexpr,
+    BN: gl.constexpr, BD: gl.constexpr, STAGES: gl.constexpr, CONSUMERS: gl.constexpr,
+    TURNS: gl.constexpr, K_FREE: gl.constexpr, V_FREE: gl.constexpr, SPARE: gl.constexpr,
+    RAGGED: gl.constexpr, RIGHT: gl.constexpr, LEFT: gl.constexpr, CUT: gl.constexpr,
+    CAPPED: gl.constexpr, LSE: gl.constexpr, BFLOAT: gl.constexpr,
+):  # fmt: skip
+    q_tiles, k_tiles, v_tiles, o_tiles = memory
+    q_full, q_empty, k_full, k_empty, v_full, v_empty, clean = barriers
+    tiles, num_q, num_kv, left, right, heads, group, together, row_tiles, num_tiles = problem
+    DTYPE: gl.constexpr = gl.bfloat16 if BFLOAT else gl.float16
+    BM: gl.constexpr = 64 * CONSUMERS
+    S_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BN, 16])
+    O_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BD, 16])
+    ROWS: gl.constexpr = gl.SliceLayout(1, S_LAYOUT)
+    QUADS: gl.constexpr = quads_layout(BN)
+    SEEN: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(2, gl.SliceLayout(3, QUADS)))
+    if RAGGED:
+        num_tiles = gl.load(tiles) * heads
+    stage = 0
+    phase = 0
+    q_phase = 0
+    clean_phase = 0
+    if TURNS and c == CONSUMERS - 1:
+        named_arrive(turn(0, CONSUMERS), "256")
+    if K_FREE:
+        for i in range(STAGES):  # all stages are free
+            numbered_arrive(K_FREE + i, all_threads(CONSUMERS))
+            numbered_arrive(V_FREE + i, all_threads(CONSUMERS))
+    for r in range(num_rounds(num_tiles, RAGGED, RIGHT)):
+        box, head, row0, first_q, rows, first_kv, keys = locate(
+            r, tiles, num_q, num_kv, heads, together, row_tiles, BM, RAGGED, RIGHT
+        )
+        first, clear, full, end = stretches(row0, rows, keys, left, right, BM, BN, RIGHT, LEFT)
+        # Clamped first, so that no sum of a thread's row and the call's sizes lives all along.
+        row = gl.arange(0, 64, SEEN)
+        place = row0 + c * 64 + keys - rows
+        last_seen = gl.zeros([64], gl.int32, SEEN) + (keys - 1)
+        if RIGHT:
+            last_seen = gl.minimum(last_seen, row + gl.minimum(place + right, keys))
+        first_seen = row + gl.maximum(place - left, -64)
+        q = q_tiles.index(c)
+
+        mbarrier.wait(k_full.index(stage), phase)
+        mbarrier.wait(q_full.index(c), q_phase)
+        zero = gl.zeros([64, BN], gl.float32, S_LAYOUT)
+        scores = warpgroup_mma(
+            q, k_tiles.index(stage).permute([1, 0]), zero, use_acc=False, is_async=True
+        )
+        s = warpgroup_mma_wait(0, deps=[scores])
+        release(k_empty, stage, K_FREE, CONSUMERS)
+        m = gl.full([64], float("-inf"), gl.float32, ROWS)
+        s, m, keep, l = weights(
+            s, m, end - 1, first_seen, last_seen, scale, inner, BN, CUT, LEFT, CAPPED, S_LAYOUT,
+            QUADS,
+        )  # fmt: skip
+        w = pack_pairs(s, 64, BN, DTYPE)
+        if RAGGED:
+            if end * BN > keys:
+                mbarrier.wait(v_full.index(stage), phase)
+                clear_past(v_tiles.index(stage), keys - (end - 1) * BN, c, BN, BD, CONSUMERS)
+                fence_async_shared()
+                mbarrier.arrive(clean, count=1)
+                mbarrier.wait(clean, clean_phase)
+                clean_phase ^= 1
+        acc = gl.zeros([64, BD], gl.float32, O_LAYOUT)
+        if RIGHT:
+            for j in range(end - 2, full - 1, -1):
+                w, acc, m, l, stage, phase = step(
+                    q, memory, barriers, w, acc, m, l, stage, phase, j, first_seen, last_seen,
+                    scale, inner, c, True, LEFT, CAPPED, BN, STAGES, CONSUMERS, TURNS, K_FREE,
+                    V_FREE, DTYPE, S_LAYOUT, O_LAYOUT, QUADS,
+                )  # fmt: skip
+        for j in range(gl.minimum(full, end - 1) - 1, clear - 1, -1):
+            w, acc, m, l, stage, phase = step(
+                q, memory, barriers, w, acc, m, l, stage, phase, j, first_seen, last_seen, scale,
+                inner, c, False, LEFT, CAPPED, BN, STAGES, CONSUMERS, TURNS, K_FREE, V_FREE,
+                DTYPE, S_LAYOUT, O_LAYOUT, QUADS,
+            )  # fmt: skip
+        if LEFT:
+            for j in range(gl.minimum(clear, end - 1) - 1, first - 1, -1):
+                w, acc, m, l, stage, phase = step(
+                    q, memory, barriers, w, acc, m, l, stage, phase, j, first_seen, last_seen,
+                    scale, inner, c, True, LEFT, CAPPED, BN, STAGES, CONSUMERS, TURNS, K_FREE,
+                    V_FREE, DTYPE, S_LAYOUT, O_LAYOUT, QUADS,
+                )  # fmt: skip
+        if SPARE:
+            mbarrier.arrive(q_empty.index(c), count=1)
+        p = gl.convert_layout(unpack_pairs(w, 64, BN, DTYPE), gl.DotOperandLayout(0, O_LAYOUT, 2))
+        mbarrier.wait(v_full.index(stage), phase)
+        product = warpgroup_mma(p, v_tiles.index(stage), acc, is_async=True)
+        total = gl.convert_layout(gl.sum(l, 1), ROWS)
+        saw = total != 0.0
+        total = gl.where(saw, total, 1.0)
+        # Rounded to nearest: Triton's own division may be two units off.
+        inverse = gl.div_rn(gl.full([64], 1.0, gl.float32, ROWS), total)
+        acc = warpgroup_mma_wait(0, deps=[product])
+        release(v_empty, stage, V_FREE, CONSUMERS)
+        stage, phase = advanced(stage, phase, STAGES)
+        result = acc * gl.convert_layout(inverse, gl.SliceLayout(1, O_LAYOUT))[:, None]
+        result = result.to(DTYPE)
+        row = row0 + c * 64 + gl.arange(0, 64, ROWS)
+        if LSE:
+            natural = (m * scale + gl.log2(total)) * 0.6931471805599453
+            natural = gl.where(saw, natural, float("-inf"))
+            at = (box * heads + head).to(gl.int64) * total_q + first_q + row
+            gl.store(lse + at, natural, mask=row < rows)
+        whole = row0 + c * 64 + 64 <= rows
+        if RAGGED:
+            if not whole:
+                store_rows(result, out, row0 + c * 64, first_q, rows, head, heads, head_dim, BD,
+                           O_LAYOUT)  # fmt: skip
+        if SPARE:
+            store_wait(0)  # for the last tile's copy out
+            partition_barrier()
+        o_tiles.index(c).store(result)
+        fence_async_shared()
+        partition_barrier()
+        if RAGGED:
+            if whole:
+                store_box(o, [0, head, first_q + row0 + c * 64, 0], o_tiles.index(c))
+        else:
+            store_box(o, [box, head, row0 + c * 64, 0], o_tiles.index(c))
+        if not SPARE:
+            store_wait(0)
+            mbarrier.arrive(q_empty.index(c), count=1)
+        q_phase ^= 1
+    store_wait(0)
+
+
+@gluon.jit(do_not_specialize=["num_q", "num_kv", "left", "right", "heads", "group", "together",
+                              "row_tiles", "num_tiles", "head_dim", "total_q"])  # fmt: skip
+def forward_kernel(
+    q, k, v, o, out, lse, tiles, scale, inner, num_q, num_kv, left, right, heads, group, together,
+    row_tiles, num_tiles, head_dim, total_q, BN: gl.constexpr, BD: gl.constexpr,
+    STAGES: gl.constexpr, CONSUMERS: gl.constexpr, REGISTERS: gl.constexpr, TURNS: gl.constexpr,
+    K_FREE: gl.constexpr, V_FREE: gl.constexpr, SPARE: gl.constexpr, RAGGED: gl.constexpr,
+    RIGHT: gl.constexpr, LEFT: gl.constexpr, CUT: gl.constexpr, CAPPED: gl.constexpr,
+    LSE: gl.constexpr, BFLOAT: gl.constexpr,
+):  # fmt: skip
+    """O (B, rows, H, D) as boxes of ``o`` and rows of ``out``, LSE (B, H, rows), natural log.
+
+    Weights are exp2(s * scale - ...) of scores s, or of tanh(s * inner) where CAPPED. Key j is
+    visible to query i when i + past - left <= j <= i + past + right, past = num_kv - num_q.
+    """
+    DTYPE: gl.constexpr = gl.bfloat16 if BFLOAT else gl.float16
+    q_tiles = gl.allocate_shared_memory(DTYPE, [CONSUMERS, 64, BD], BOX)
+    k_tiles = gl.allocate_shared_memory(DTYPE, [STAGES, BN, BD], BOX)
+    v_tiles = gl.allocate_shared_memory(DTYPE, [STAGES, BN, BD], BOX)
+    o_tiles = q_tiles
+    if SPARE:
+        o_tiles = gl.allocate_shared_memory(DTYPE, [CONSUMERS, 64, BD], BOX)
+    q_full = gl.allocate_shared_memory(gl.int64, [CONSUMERS, 1], mbarrier.MBarrierLayout())
+    q_empty = gl.allocate_shared_memory(gl.int64, [CONSUMERS, 1], mbarrier.MBarrierLayout())
+    k_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    k_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    v_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    v_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    clean = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
+    for c in gl.static_range(CONSUMERS):
+        mbarrier.init(q_full.index(c), count=1)
+        mbarrier.init(q_empty.index(c), count=1)
+    for s in gl.static_range(STAGES):
+        mbarrier.init(k_full.index(s), count=1)
+        mbarrier.init(k_empty.index(s), count=CONSUMERS)
+        mbarrier.init(v_full.index(s), count=1)
+        mbarrier.init(v_empty.index(s), count=CONSUMERS)
+    mbarrier.init(clean, count=CONSUMERS)
+    fence_async_shared()
+    memory = (q_tiles, k_tiles, v_tiles, o_tiles)
+    barriers = (q_full, q_empty, k_full, k_empty, v_full, v_empty, clean)
+    problem = (tiles, num_q, num_kv, left, right, heads, group, together, row_tiles, num_tiles)
+    C0: gl.constexpr = 0
+    C1: gl.constexpr = 1
+    C2: gl.constexpr = 2
+    if CONSUMERS == 2:
+        gl.warp_specialize(
+            [
+                (producer, (q, k, v, memory, barriers, problem, BN, BD, STAGES, CONSUMERS, K_FREE,
+                            V_FREE, RAGGED, RIGHT, LEFT)),
+                (consumer, (o, out, lse, memory, barriers, problem, scale, inner, head_dim,
+                            total_q, C0, BN, BD, STAGES, CONSUMERS, TURNS, K_FREE, V_FREE, SPARE,
+                            RAGGED, RIGHT, LEFT, CUT, CAPPED, LSE, BFLOAT)),
+                (consumer, (o, out, lse, memory, barriers, problem, scale, inner, head_dim,
+                            total_q, C1, BN, BD, STAGES, CONSUMERS, TURNS, K_FREE, V_FREE, SPARE,
+                            RAGGED, RIGHT, LEFT, CUT, CAPPED, LSE, BFLOAT)),
+            ],
+            [4, 4],
+            [REGISTERS, REGISTERS],
+        )  # fmt: skip
+    else:
+        gl.warp_specialize(
+            [
+                (producer, (q, k, v, memory, barriers, problem, BN, BD, STAGES, CONSUMERS, K_FREE,
+                            V_FREE, RAGGED, RIGHT, LEFT)),
+                (consumer, (o, out, lse, memory, barriers, problem, scale, inner, head_dim,
+                            total_q, C0, BN, BD, STAGES, CONSUMERS, TURNS, K_FREE, V_FREE, SPARE,
+                            RAGGED, RIGHT, LEFT, CUT, CAPPED, LSE, BFLOAT)),
+                (consumer, (o, out, lse, memory, barriers, problem, scale, inner, head_dim,
+                            total_q, C1, BN, BD, STAGES, CONSUMERS, TURNS, K_FREE, V_FREE, SPARE,
+                            RAGGED, RIGHT, LEFT, CUT, CAPPED, LSE, BFLOAT)),
+                (consumer, (o, out, lse, memory, barriers, problem, scale, inner, head_dim,
+                            total_q, C2, BN, BD, STAGES, CONSUMERS, TURNS, K_FREE, V_FREE, SPARE,
+                            RAGGED, RIGHT, LEFT, CUT, CAPPED, LSE, BFLOAT)),
+            ],
+            [4, 4, 4],
+            [REGISTERS, REGISTERS, REGISTERS],
+        )  # fmt: skip
+
+
+def hopper_forward(
+    q: Tensor, k: Tensor, v: Tensor, *, cu_q: Tensor | None, cu_kv: Tensor | None, max_q: int,
+    scale: float, causal: bool, window: tuple[int, int], softcap: float, return_lse: bool,
+    tile: ForwardTile, num_sms: int = 132,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """q (B, Sq, H, D), k and v (B, Sk, G, D) dense; or ragged with B = 1 and the sequences' ends
+    in cu_q and cu_kv, none longer than ``max_q``. LSE (B, H, Sq), or (1, H, Sq) ragged; empty
+    unless asked for. ``window``: keys to the left and right, -1 for no bound.
+
+    Only what ``hopper.hopper_lacks`` finds nothing against. Programs: one an SM at most.
+    """
+    batch, num_q, heads, head_dim = q.shape
+    num_kv, kv_heads = k.shape[1:3]
+    out = torch.empty((batch, num_q, heads, head_dim), dtype=q.dtype, device=q.device)
+    lse_shape = (batch, heads, num_q) if return_lse else (0,)
+    lse = torch.empty(lse_shape, dtype=torch.float32, device=q.device)
+    ragged = cu_q is not None
+    sequences = len(cu_q) - 1 if cu_q is not None else batch
+    row_tiles = -(-max_q // tile.rows)
+    if not sequences * row_tiles or not out.numel():
+        return out, lse
+    left, right = (side if side >= 0 else FAR for side in window)
+    if causal:
+        right = 0 if right == FAR else min(right, 0)
+    has = {"RIGHT": right < FAR, "LEFT": left < FAR}
+    group = heads // kv_heads
+    together = heads
+    num_tiles = batch * heads * row_tiles
+    tiles = None
+    if cu_q is not None and cu_kv is not None:
+        tiles = order_tiles(cu_q, cu_kv, total_q=num_q, rows=tile.rows, keys=tile.keys, left=left,
+                            right=right, **has)  # fmt: skip
+        num_tiles = (num_q // tile.rows + sequences) * heads
+        together = group
+    k_free, v_free = tile.free_barriers
+    boxes = [_boxes(x, rows) for x, rows in ((q, 64), (k, tile.keys), (v, tile.keys), (out, 64))]
+    forward_kernel[(min(num_sms, num_tiles),)](
+        *boxes, out, lse, tiles if ragged else out,
+        softcap * LOG2_E if softcap else scale * LOG2_E, scale / softcap if softcap else 0.0,
+        num_q, num_kv, left, right, heads, group, together, row_tiles, num_tiles, head_dim, num_q,
+        BN=tile.keys, BD=padded(head_dim), STAGES=tile.stages, CONSUMERS=tile.consumers,
+        REGISTERS=tile.registers, TURNS=tile.turns, K_FREE=k_free, V_FREE=v_free,
+        SPARE=tile.spare, RAGGED=ragged, **has,
+        CUT=ragged or num_kv % tile.keys > 0 or has["RIGHT"] or has["LEFT"],
+        CAPPED=softcap > 0, LSE=return_lse, BFLOAT=q.dtype == torch.bfloat16,
+        num_warps=4, enable_fp_fusion=True,
+    )  # fmt: skip
+    return out, lse
+
+
+def _boxes(x: Tensor, rows: int) -> TensorDescriptor:
+    """x (B, S, G, D) as (B, G, S, D), in boxes of (1, 1, rows, padded D). What lies outside a
+    sequence or a head is 0 on the way in and dropped on the way out."""
+    batch, length, heads, head_dim = x.shape
+    # The stride of a single batch or head may be anything; the copy engine wants 16-byte steps.
+    batch_step = x.stride(0) if batch > 1 else length * x.stride(1)
+    head_step = x.stride(2) if heads > 1 else x.stride(1)
+    shape = [batch, heads, length, head_dim]
+    strides = [batch_step, head_step, x.stride(1), 1]
+    return TensorDescriptor(x, shape, strides, [1, 1, rows, padded(head_dim)], BOXES)

@@ -1,0 +1,124 @@
+"""The order in which ragged rows are taken: tiles of all sequences, the longest first.
+
+One small kernel and no wait for the device, so that a captured graph replays it with other ends.
+A program places 128 tiles by counting, for each, the tiles that come before it.
+"""
+# ruff: noqa: RUF059  (a name _ is carried by Triton's loops like any other)
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from stairs.attention.gluon_api import gl, gluon
+
+__all__ = ["RECORD", "order_kernel", "order_tiles", "stretches"]
+
+RECORD = 8  # ints of a tile: first row, first_q, num_q, first_kv, num_kv, and three not used
+FIELDS = gl.constexpr(RECORD)
+SLOTS = gl.constexpr(128)  # tiles a program places, and compares them with at a time
+PART = gl.constexpr(32)  # sequences looked at at a time
+
+
+@gluon.jit
+def stretches(row0, num_q, num_kv, left, right, BM: gl.constexpr, BN: gl.constexpr,
+              RIGHT: gl.constexpr, LEFT: gl.constexpr):  # fmt: skip
+    """Tiles of keys that rows row0 .. row0 + BM read, first .. end, at least one: [first, clear)
+    are cut by the window's left edge, [full, end) by the right edge or the sequence's end."""
+    past = num_kv - num_q
+    stop = num_kv
+    full = num_kv // BN
+    first = 0
+    clear = 0
+    if RIGHT:
+        stop = gl.minimum(stop, gl.maximum(row0 + BM + past + right, 0))
+        full = gl.minimum(full, gl.maximum(row0 + past + right + 1, 0) // BN)
+    if LEFT:
+        first = gl.minimum(gl.maximum(row0 + past - left, 0), num_kv) // BN
+        clear = (gl.maximum(row0 + BM - 1 + past - left, 0) + BN - 1) // BN
+    end = gl.maximum((stop + BN - 1) // BN, first + 1)
+    full = gl.maximum(gl.minimum(full, end), first)
+    clear = gl.minimum(gl.maximum(clear, first), full)
+    return first, clear, full, end
+
+
+@gluon.jit
+def described(
+    slot, cu_q, cu_kv, num_sequences, left, right, BM: gl.constexpr, BN: gl.constexpr,
+    RIGHT: gl.constexpr, LEFT: gl.constexpr, LAYOUT: gl.constexpr, SQUARE: gl.constexpr,
+):  # fmt: skip
+    """Of the tiles ``slot`` (SLOTS,), counted sequence by sequence: first row, sequence, tiles of
+    keys to read (-1 past the last tile); and the number of all tiles."""
+    lower = gl.arange(0, PART, gl.SliceLayout(1, SQUARE))
+    upper = gl.arange(0, PART, gl.SliceLayout(0, SQUARE))
+    sequence = gl.zeros([SLOTS], gl.int32, gl.SliceLayout(1, LAYOUT))
+    begin = sequence
+    count = 0
+    for s in range(0, num_sequences, PART):
+        there = s + lower < num_sequences
+        length = gl.load(cu_q + s + lower + 1, there, 0) - gl.load(cu_q + s + lower, there, 0)
+        num = (length + BM - 1) // BM
+        ends = gl.sum(gl.where(lower[:, None] <= upper[None, :], num[:, None], 0), 0) + count
+        ends = gl.where(s + upper < num_sequences, ends, 2147483647)
+        ends = gl.convert_layout(ends, gl.SliceLayout(0, LAYOUT))
+        over = ends[None, :] <= slot[:, None]
+        sequence += gl.sum(gl.where(over, 1, 0), 1)
+        begin = gl.maximum(begin, gl.max(gl.where(over, ends[None, :], 0), 1))
+        count += gl.sum(num, 0)
+    exists = sequence < num_sequences
+    at = gl.where(exists, sequence, 0)
+    num_q = gl.load(cu_q + at + 1) - gl.load(cu_q + at)
+    num_kv = gl.load(cu_kv + at + 1) - gl.load(cu_kv + at)
+    row0 = (slot - begin) * BM
+    first, clear, full, end = stretches(row0, num_q, num_kv, left, right, BM, BN, RIGHT, LEFT)
+    return row0, at, gl.where(exists, end - first, -1), count
+
+
+@gluon.jit(do_not_specialize=["num_sequences", "num_slots", "left", "right"])
+def order_kernel(
+    cu_q, cu_kv, tiles, num_sequences, num_slots, left, right, BM: gl.constexpr, BN: gl.constexpr,
+    RIGHT: gl.constexpr, LEFT: gl.constexpr,
+):  # fmt: skip
+    """tiles: the number of tiles, then from RECORD on a record for each, most keys first."""
+    LAYOUT: gl.constexpr = gl.BlockedLayout([1, 32], [32, 1], [4, 1], [1, 0])
+    SQUARE: gl.constexpr = gl.BlockedLayout([1, 8], [8, 4], [4, 1], [1, 0])
+    slot = gl.program_id(0) * SLOTS + gl.arange(0, SLOTS, gl.SliceLayout(1, LAYOUT))
+    row0, sequence, length, count = described(
+        slot, cu_q, cu_kv, num_sequences, left, right, BM, BN, RIGHT, LEFT, LAYOUT, SQUARE
+    )
+    place = gl.zeros([SLOTS], gl.int32, gl.SliceLayout(1, LAYOUT))
+    for start in range(0, num_slots, SLOTS):
+        other = start + gl.arange(0, SLOTS, gl.SliceLayout(1, LAYOUT))
+        row, which, their, every = described(
+            other, cu_q, cu_kv, num_sequences, left, right, BM, BN, RIGHT, LEFT, LAYOUT, SQUARE
+        )
+        other = start + gl.arange(0, SLOTS, gl.SliceLayout(0, LAYOUT))
+        their = gl.convert_layout(their, gl.SliceLayout(0, LAYOUT))
+        longer = their[None, :] > length[:, None]
+        earlier = (their[None, :] == length[:, None]) & (other[None, :] < slot[:, None])
+        place += gl.sum(gl.where(longer | earlier, 1, 0), 1)
+    exists = length >= 0
+    first_q = gl.load(cu_q + sequence)
+    first_kv = gl.load(cu_kv + sequence)
+    record = tiles + (1 + place) * FIELDS
+    gl.store(record, row0, mask=exists)
+    gl.store(record + 1, first_q, mask=exists)
+    gl.store(record + 2, gl.load(cu_q + sequence + 1) - first_q, mask=exists)
+    gl.store(record + 3, first_kv, mask=exists)
+    gl.store(record + 4, gl.load(cu_kv + sequence + 1) - first_kv, mask=exists)
+    gl.store(tiles, count)
+
+
+def order_tiles(
+    cu_q: Tensor, cu_kv: Tensor, *, total_q: int, rows: int, keys: int, left: int, right: int,
+    RIGHT: bool, LEFT: bool,
+) -> Tensor:  # fmt: skip
+    """int32 ((1 + N) * RECORD,): the number of tiles, and for each its record."""
+    num_sequences = len(cu_q) - 1
+    num_slots = total_q // rows + num_sequences
+    tiles = torch.empty((1 + num_slots) * RECORD, dtype=torch.int32, device=cu_q.device)
+    order_kernel[((num_slots + 127) // 128,)](
+        cu_q, cu_kv, tiles, num_sequences, num_slots, left, right,
+        BM=rows, BN=keys, RIGHT=RIGHT, LEFT=LEFT, num_warps=4, enable_fp_fusion=True,
+    )  # fmt: skip
+    return tiles
