@@ -10,14 +10,14 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
-import llvmlite.binding as llvm
 from llvmlite import ir
+
+from stairs.accounting.hardware import has_wide_vectors
 
 __all__ = ["BLOCKS", "LANES", "Block", "Emitter"]
 
 LANES = 16
 _I8, _I16, _I32, _F32 = ir.IntType(8), ir.IntType(16), ir.IntType(32), ir.FloatType()
-_HAS_WIDE_VECTORS = bool(llvm.get_host_cpu_features().get("avx512f"))
 BYTES, INTS, FLOATS = (ir.VectorType(kind, LANES) for kind in (_I8, _I32, _F32))
 
 
@@ -96,7 +96,7 @@ class Emitter:
         A register of 512 bits holds all sixteen values, and picking from it needs neither a mask
         nor a conversion; the values are the same, each made once instead of once a weight.
         """
-        if not _HAS_WIDE_VECTORS:
+        if not has_wide_vectors():
             integers = self.masked(pairs, shift, 15)
             if minus:
                 integers = self.builder.sub(integers, _constant(minus))

@@ -14,10 +14,19 @@ from torch import Tensor
 
 from stairs.attention.jit import exp_float32, njit, prange, use_torch_threads
 
-__all__ = ["add_rms_norm", "gelu", "rotate", "rotation", "silu_mul"]
+__all__ = [
+    "SERIAL_ROWS",
+    "add_norm_few",
+    "add_rms_norm",
+    "gelu",
+    "rotate",
+    "rotation",
+    "silu_mul",
+    "silu_mul_few",
+]
 
 _SUMS = {"reassoc", "contract", "nsz"}
-_SERIAL = 16  # rows up to which one thread is quicker than waking others
+SERIAL_ROWS = 16  # rows up to which one thread is quicker than waking others
 
 
 @njit(fastmath=_SUMS)
@@ -32,7 +41,7 @@ def _add_norm_row(x, branch, weight, eps, total, normed):
 
 
 @njit(nogil=True, cache=True)
-def _add_norm_few(x, branch, weight, eps, total, normed):
+def add_norm_few(x, branch, weight, eps, total, normed):
     for row in range(x.shape[0]):
         _add_norm_row(x[row], branch[row], weight, eps, total[row], normed[row])
 
@@ -47,8 +56,8 @@ def add_rms_norm(x: Tensor, branch: Tensor, weight: Tensor, eps: float) -> tuple
     """x, branch (T, C) -> rms_norm(x + branch), x + branch."""
     both = torch.empty((2, *x.shape))
     rows = both.numpy()
-    run = _add_norm_few
-    if len(x) > _SERIAL:
+    run = add_norm_few
+    if len(x) > SERIAL_ROWS:
         use_torch_threads()
         run = _add_norm_many
     run(
@@ -74,7 +83,7 @@ def _silu_mul_row(gate_up, out):
 
 
 @njit(nogil=True, cache=True)
-def _silu_mul_few(gate_up, out):
+def silu_mul_few(gate_up, out):
     for row in range(out.shape[0]):
         _silu_mul_row(gate_up[row], out[row])
 
@@ -88,8 +97,8 @@ def _silu_mul_many(gate_up, out):
 def silu_mul(gate_up: Tensor) -> Tensor:
     """(T, 2F): gate, then up -> silu(gate) * up (T, F)."""
     out = torch.empty((len(gate_up), gate_up.shape[1] // 2))
-    run = _silu_mul_few
-    if len(gate_up) > _SERIAL:
+    run = silu_mul_few
+    if len(gate_up) > SERIAL_ROWS:
         use_torch_threads()
         run = _silu_mul_many
     run(gate_up.contiguous().numpy(), out.numpy())
@@ -159,7 +168,7 @@ def _rotate_many(heads, cos, sin, num_rotated):
 def rotate(heads: Tensor, cos: Tensor, sin: Tensor, num_rotated: int) -> None:
     """Rotate pairs (i, i + D/2) of the first heads of ``heads`` (T, heads, D), in place."""
     run = _rotate_few
-    if len(heads) > _SERIAL:
+    if len(heads) > SERIAL_ROWS:
         use_torch_threads()
         run = _rotate_many
     run(heads.numpy(), cos.numpy(), sin.numpy(), num_rotated)

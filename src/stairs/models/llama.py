@@ -13,7 +13,8 @@ from torch import Tensor
 
 from stairs.attention.meta import AttnMeta, LayerKV
 from stairs.config import ModelConfig
-from stairs.models.fused import add_norm, attend_rotated, gated
+from stairs.models.between import Between
+from stairs.models.fused import attend_rotated
 from stairs.models.layers import Linear, RMSNorm, Rotary
 from stairs.models.weights import Weights
 
@@ -50,6 +51,14 @@ class Llama:
             device=weights.device,
         )
         self.head = weights.head(self.embedding, tied=c.tie_word_embeddings)
+        following = [
+            *((layer.input_norm, layer.qkv) for layer in self.layers[1:]),
+            (self.norm, None),
+        ]
+        self.between = [
+            Between(layer.output, layer.mlp_norm, layer.gate_up, layer.down, c.activation, *after)
+            for layer, after in zip(self.layers, following, strict=True)
+        ]
 
     def forward(
         self, ids: Tensor, positions: Tensor, kv: Sequence[LayerKV], meta: AttnMeta
@@ -57,14 +66,11 @@ class Llama:
         """ids, positions (T,) -> hidden states (T, C) after the last norm; K/V are written."""
         x = self.embedding(ids)
         rotation = self.rotary(positions)
-        normed = self.layers[0].input_norm(x)
-        norms = [*(layer.input_norm for layer in self.layers[1:]), self.norm]
-        for layer, layer_kv, next_norm in zip(self.layers, kv, norms, strict=True):
-            branch = self._attention(layer, normed, rotation, layer_kv, meta)
-            normed, x = add_norm(x, branch, layer.mlp_norm)
-            branch = layer.down(gated(layer.gate_up(normed), self.config.activation))
-            normed, x = add_norm(x, branch, next_norm)
-        return normed
+        fed = self.layers[0].qkv(self.layers[0].input_norm(x))
+        for layer, layer_kv, between in zip(self.layers, kv, self.between, strict=True):
+            attended = self._attention(layer, fed, rotation, layer_kv, meta)
+            fed, x = between(attended, x)
+        return fed
 
     def logits(self, hidden: Tensor) -> Tensor:
         """(R, C) -> (R, V)."""
@@ -73,14 +79,15 @@ class Llama:
     def _attention(
         self,
         layer: Layer,
-        x: Tensor,
+        qkv: Tensor,
         rotation: tuple[Tensor, Tensor],
         layer_kv: LayerKV,
         meta: AttnMeta,
     ) -> Tensor:
+        """qkv (T, H*D + 2 G*D) -> (T, H*D)."""
         c = self.config
         out = attend_rotated(
-            layer.qkv(x).view(len(x), -1, c.head_dim),
+            qkv.view(len(qkv), -1, c.head_dim),
             rotation if layer.rotates else None,
             layer.qk_norms,
             layer_kv,
@@ -88,7 +95,7 @@ class Llama:
             num_heads=c.num_heads,
             backend=self.attention_backend,
         )
-        return layer.output(out.reshape(len(x), -1))
+        return out.reshape(len(qkv), -1)
 
 
 def _layer(c: ModelConfig, weights: Weights, index: int) -> Layer:

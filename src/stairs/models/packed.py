@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
@@ -16,6 +17,9 @@ from torch import Tensor
 from stairs.accounting.weights import FEW_ROWS
 from stairs.checkpoints.dequantize import dequantize
 from stairs.checkpoints.tensors import PackedRows
+
+if TYPE_CHECKING:
+    from stairs.models.quantised_cpu import PackedMatrices
 
 __all__ = ["FEW_ROWS", "SLICE_BYTES", "PackedEmbedding", "PackedLinear"]
 
@@ -40,17 +44,17 @@ class PackedLinear:
         self.parts = parts
         self.bias = bias
         self.dense = dense
-        self._product = self._by_slices
+        self.matrices: PackedMatrices | None = None  # of the kernel, where it reads them
         if in_registers:
             from stairs.models.quantised_cpu import packed_matrices  # Numba, only where it is used
 
-            self._product = packed_matrices(parts).product
+            self.matrices = packed_matrices(parts)
 
     def __call__(self, x: Tensor) -> Tensor:
         """(T, in) -> (T, out)."""
         if self.dense is not None and len(x) > FEW_ROWS:
             return F.linear(x, self.dense, self.bias)
-        out = self._product(x)
+        out = self._by_slices(x) if self.matrices is None else self.matrices.product(x)
         return out if self.bias is None else out + self.bias
 
     def bytes_read(self, num_rows: int) -> int:

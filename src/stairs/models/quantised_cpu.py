@@ -13,7 +13,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import cache
 
-import llvmlite.binding as llvm
 import numpy as np
 import torch
 from llvmlite import ir
@@ -26,7 +25,7 @@ from stairs.attention.jit import njit, prange, use_torch_threads
 from stairs.checkpoints.tensors import PackedRows
 from stairs.models.block_values import BLOCKS, FLOATS, LANES, Emitter
 
-__all__ = ["PackedMatrices", "has_wide_vectors", "multiply", "packed_matrices", "supports"]
+__all__ = ["PackedMatrices", "multiply", "packed_matrices", "supports"]
 
 TILE = 32  # output rows whose packed values stay in the first cache while rows of x come by
 _KINDS = tuple(BLOCKS)
@@ -252,12 +251,6 @@ def multiply(x, table, out, num_threads):
     else:
         for thread in prange(num_threads):
             _part(thread, num_threads, x, table, out)
-
-
-def has_wide_vectors() -> bool:
-    """Whether sums of eight rows of x stay in registers: then the kernel is 1.7 times as quick as
-    BLAS at any number of rows, else two and a half times slower from eight on."""
-    return bool(llvm.get_host_cpu_features().get("avx512f"))
 
 
 def supports(rows: PackedRows) -> bool:
