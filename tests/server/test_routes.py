@@ -34,6 +34,9 @@ VLLM_NAMES = [
     "request_params_n_bucket",
     "request_params_max_tokens_bucket",
     "iteration_tokens_total_bucket",
+    "kv_block_lifetime_seconds_bucket",
+    "kv_block_idle_before_evict_seconds_bucket",
+    "kv_block_reuse_gap_seconds_bucket",
     "cache_config_info",
 ]
 
@@ -68,6 +71,28 @@ def test_boards_made_for_vllm_find_their_names(server: Server) -> None:
         assert re.search(rf'^vllm:{name}\{{.*model_name="tiny"', page, re.M), name
     predicted = server.metric("stairs:score_pairs_predicted_total")
     assert predicted == server.metric("stairs:score_pairs_counted_total") > 0
+
+
+def test_blocks_that_are_hit_again_or_evicted_are_observed(server: Server) -> None:
+    names = ("lifetime", "idle_before_evict", "reuse_gap")
+    before = [server.metric(f"vllm:kv_block_{name}_seconds_count") for name in names]
+    for prompt in ("reused" * 8, "reused" * 8, *(letter * 700 for letter in "abcd")):
+        body = {"prompt": prompt, "max_tokens": 1, "cache_salt": "residency"}
+        assert server.http.post("/v1/completions", json=body).status_code == 200
+    after = [server.metric(f"vllm:kv_block_{name}_seconds_count") for name in names]
+    assert all(b > a for a, b in zip(before, after, strict=True))
+    lifetime, idle = (server.metric(f"vllm:kv_block_{name}_seconds_sum") for name in names[:2])
+    assert lifetime > idle > 0
+
+
+def test_a_client_cannot_grow_the_metrics_by_naming_methods(server: Server) -> None:
+    for method in ("BREW", "WHEN", "PROPFIND"):
+        assert server.http.request(method, "/health").status_code == 405
+        assert server.http.request(method, "/nowhere").status_code == 404
+    page = server.http.get("/metrics").text
+    assert 'http_requests_total{handler="/health",method="any",status="405"}' in page
+    assert not re.search("BREW|WHEN|PROPFIND|nowhere", page)
+    assert server.metric("http_request_duration_seconds_count", handler="/health") > 0
 
 
 def test_the_log_line_says_what_runs_and_is_silent_when_nothing_does() -> None:

@@ -14,6 +14,8 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Callable, Iterable
 
+from stairs.cache.residency import Residency
+
 __all__ = ["BlockPool"]
 
 
@@ -21,13 +23,14 @@ class BlockPool:
     """Reference counts and LRU order of ``num_blocks`` blocks.
 
     ``on_evict(block)`` is called before a cached block is handed out again, so that the
-    prefix index forgets it first.
+    prefix index forgets it first. ``residency``, where somebody attaches one, is told of it all.
     """
 
     def __init__(self, num_blocks: int, *, on_evict: Callable[[int], None] | None = None) -> None:
         assert num_blocks > 0
         self.num_blocks = num_blocks
         self.on_evict = on_evict
+        self.residency: Residency | None = None
         self.num_evictions = 0
         self._refs = [0] * num_blocks
         self._hittable = [False] * num_blocks
@@ -63,12 +66,16 @@ class BlockPool:
             block = self._free.pop() if self._free else self._evict()
             self._refs[block] = 1
             blocks.append(block)
+        if self.residency is not None:
+            self.residency.allocated(blocks)
         return blocks
 
     def acquire(self, block: int) -> None:
         """Hold an owned or cached block once more."""
         if self._refs[block] == 0:
             del self._cached[block]
+            if self.residency is not None:
+                self.residency.reused(block)
         self._refs[block] += 1
 
     def release(self, blocks: Iterable[int]) -> None:
@@ -80,6 +87,8 @@ class BlockPool:
             if self._refs[block] == 0:
                 if self._hittable[block]:
                     self._cached[block] = None
+                    if self.residency is not None:
+                        self.residency.released(block)
                 else:
                     self._free.append(block)
 
@@ -99,6 +108,8 @@ class BlockPool:
         block, _ = self._cached.popitem(last=False)
         self._hittable[block] = False
         self.num_evictions += 1
+        if self.residency is not None:
+            self.residency.evicted(block)
         if self.on_evict is not None:
             self.on_evict(block)
         return block

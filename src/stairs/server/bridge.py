@@ -203,6 +203,8 @@ class Bridge:
             if waiting is not None and not waiting.done():  # done: its task was just cancelled
                 waiting.set_result(pinned)
         self._metrics.step(step.stats)
+        if step.spans is not None:
+            self._metrics.residency(step.spans)
 
     def _end(self, one: Running) -> None:
         del self._live[one.number]

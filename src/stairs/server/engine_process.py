@@ -20,6 +20,7 @@ import msgspec
 import zmq
 
 from stairs.accounting.record import Ledger
+from stairs.cache.residency import Residency
 from stairs.checkpoints.checkpoint import open_checkpoint
 from stairs.config import SamplingParams
 from stairs.engine.build import build_engine
@@ -47,6 +48,7 @@ class EngineLoop:
         self._requests: dict[int, int] = {}  # and back
         self._queued: list[int] = []  # ours, whose first step has not begun
         self._pins: dict[int, wire.Pin] = {}  # ours: prefixes being computed
+        self._residency = engine.pool.residency = Residency(engine.pool.num_blocks)
         self._report = wire.Step(self._stats(0))
 
     def send(self, report: wire.Report) -> None:
@@ -69,6 +71,7 @@ class EngineLoop:
         for event in events:
             self._note(event)
         self._report.stats = self._stats(num_tokens)
+        self._report.spans = self._residency.take()
         self.send(self._report)
         self._report = wire.Step(self._report.stats)
 

@@ -30,6 +30,7 @@ _access = logging.getLogger("stairs.access")
 _LABEL = re.compile(r"[A-Za-z0-9_.:-]{1,64}")
 _PATIENCE = 5.0  # seconds that a client may go on sending what was refused
 _OPEN = frozenset({"/health"})
+_METHODS = frozenset({"GET", "HEAD", "POST", "DELETE", "OPTIONS"})
 _POLLED = frozenset({"/health", "/metrics"})
 
 
@@ -101,8 +102,9 @@ class Gate:
     def _note(self, scope: Scope, request_id: str, status: int, seconds: float) -> None:
         route = scope.get("route")
         handler = getattr(route, "path", None) or "other"
-        method = scope["method"] if handler != "other" else "any"
-        self._metrics.answered(method, handler, status)
+        # A client may name any method; as labels they would be kept for ever.
+        method = scope["method"] if handler != "other" and scope["method"] in _METHODS else "any"
+        self._metrics.answered(method, handler, status, seconds)
         # What monitors ask for every few seconds would drown the rest.
         level = logging.DEBUG if scope["path"] in _POLLED else logging.INFO
         if _access.isEnabledFor(level):

@@ -18,6 +18,7 @@ from prometheus_client import (
     generate_latest,
 )
 
+from stairs.cache.residency import Spans
 from stairs.server import wire
 from stairs.server.answers import Running
 
@@ -30,6 +31,7 @@ _SHORT = (
 _LONG = (0.05, 0.1, 0.2, 0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 45, 60, 120, 240, 960)
 _TOKENS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10_000, 20_000, 50_000, 100_000)
 _STEP = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192)
+_RESIDENCY = (0.01, 0.05, 0.1, 0.5, 1, 2, 5, 10, 20, 30, 60, 120, 300, 600, 1200, 1800, 3600)
 _FEW = (1, 2, 5, 10, 20, 50, 128)
 
 _GAUGES = {
@@ -58,6 +60,15 @@ _HISTOGRAMS = {
     "request_params_n": ("Answers asked for.", _FEW),
     "request_params_max_tokens": ("max_tokens asked for; absent where it was not given.", _TOKENS),
     "iteration_tokens_total": ("Tokens fed in a step.", _STEP),
+    "kv_block_lifetime_seconds": ("A cached K/V block's, from allocation to eviction.", _RESIDENCY),
+    "kv_block_idle_before_evict_seconds": (
+        "From its last use to a cached K/V block's eviction.",
+        _RESIDENCY,
+    ),
+    "kv_block_reuse_gap_seconds": (
+        "For which a K/V block lay idle before a prompt hit it.",
+        _RESIDENCY,
+    ),
 }
 # The engine's own running sums → counters, by the fields of wire.Stats.
 _SUMS = {
@@ -116,6 +127,13 @@ class Metrics:
             ["method", "handler", "status"],
             registry=registry,
         )
+        self._http_seconds = Histogram(
+            "http_request_duration_seconds",
+            "From a request's arrival to the end of its answer, streams included.",
+            ["method", "handler"],
+            buckets=_LONG,
+            registry=registry,
+        )
         self._cache = Gauge(
             "vllm:cache_config_info",
             "The K/V pool, as labels.",
@@ -141,8 +159,9 @@ class Metrics:
 
     # -- from the routes ----------------------------------------------------------------------
 
-    def answered(self, method: str, handler: str, status: int) -> None:
+    def answered(self, method: str, handler: str, status: int, seconds: float) -> None:
         self._http.labels(method, handler, str(status)).inc()
+        self._http_seconds.labels(method, handler).observe(seconds)
 
     # -- from the bridge ----------------------------------------------------------------------
 
@@ -177,6 +196,15 @@ class Metrics:
         self._line.generated += self._new_tokens
         self._new_tokens = 0
         self._line.stats = stats
+
+    def residency(self, spans: Spans) -> None:
+        for name, values in (
+            ("kv_block_lifetime_seconds", spans.lifetimes),
+            ("kv_block_idle_before_evict_seconds", spans.idle_before_evict),
+            ("kv_block_reuse_gap_seconds", spans.reuse_gaps),
+        ):
+            for value in values:
+                self._histograms[name].observe(value)
 
     def token(self, one: Running, index: int, now: float) -> None:
         """A token of answer ``index`` arrived."""

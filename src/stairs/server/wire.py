@@ -11,6 +11,7 @@ from typing import Literal
 import msgspec
 
 from stairs.accounting.record import Phase, Totals
+from stairs.cache.residency import Spans
 from stairs.config import EngineConfig, SamplingParams
 from stairs.engine.sequence import TokenEvent
 from stairs.errors import (
@@ -155,7 +156,8 @@ class Stats(msgspec.Struct, array_like=True):
 
 class Step(msgspec.Struct, tag=True, array_like=True):
     """One turn of the loop. ``accepted``: request and the engine's number for it; ``started``:
-    request and the monotonic time at which its first step began."""
+    request and the monotonic time at which its first step began; ``spans``: of K/V blocks that
+    were hit again or evicted."""
 
     stats: Stats
     events: list[TokenEvent] = []
@@ -164,6 +166,7 @@ class Step(msgspec.Struct, tag=True, array_like=True):
     refused: list[Refused] = []
     pinned: list[Pinned] = []
     ended: list[Ended] = []
+    spans: Spans | None = None
 
 
 class Failed(msgspec.Struct, tag=True, array_like=True):
