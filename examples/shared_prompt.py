@@ -15,6 +15,7 @@ from importlib.resources import files
 from pathlib import Path
 
 from stairs import LLM, RequestOutput, SamplingParams
+from stairs.accounting.table import Cell, Column, Table, show
 
 QUESTIONS = (
     "What are the opening hours?",
@@ -27,7 +28,6 @@ QUESTIONS = (
     "Is the wireless internet free?",
 )
 ANSWER = SamplingParams(temperature=0, max_tokens=40)
-MIB = 1024 * 1024
 
 
 def stream(llm: LLM, conversations: list[list[dict[str, str]]]) -> list[RequestOutput]:
@@ -49,32 +49,46 @@ def stream(llm: LLM, conversations: list[list[dict[str, str]]]) -> list[RequestO
     return [outputs[i] for i in range(num)]
 
 
-def show_costs(outputs: list[RequestOutput], *, num_pinned_tokens: int) -> None:
+def cost_table(outputs: list[RequestOutput], *, num_pinned_tokens: int) -> Table:
     """One line a request; pairs are (query, key) in one head of one layer."""
-    print(
-        "    first   per  rows  rows            query-key pairs        K/V MiB\n"
-        "    token token cached  fed chunks predicted   counted predicted allocated\n"
-        "       ms    ms\n"
-        "    ----- ----- ------ ---- ------ --------- --------- --------- ---------"
+    columns = (
+        Column("request"),
+        Column("first token", "s", "time", "measured"),
+        Column("per token", "s", "time", "measured"),
+        Column("rows cached", "", "count", "counted"),
+        Column("rows fed", "", "count", "counted"),
+        Column("chunks", "", "count", "counted"),
+        Column("pairs", "", "count", "predicted"),
+        Column("pairs", "", "count", "counted"),
+        Column("K/V", "B", "stored bytes", "predicted"),
+        Column("K/V allocated", "B", "stored bytes", "counted"),
     )
+    rows: list[list[Cell]] = []
     total = 0
     for number, output in enumerate(outputs, 1):
         m = output.metrics
-        fed = m.prefill.new_tokens + m.decode.new_tokens
-        pairs = m.prefill.pairs + m.decode.pairs
-        counted = m.prefill.pairs_counted + m.decode.pairs_counted
         total += m.decode.kv_bytes_allocated
-        print(
-            f"  {number} {m.time_to_first_token * 1000:5.0f} {m.time_per_output_token * 1000:5.1f}"
-            f" {output.num_cached_tokens:6} {fed:4} {m.prefill.chunks:6} {pairs:9,} {counted:9,}"
-            f" {m.decode.kv_bytes_stored / MIB:9.2f} {m.decode.kv_bytes_allocated / MIB:9.2f}"
+        rows.append(
+            [
+                str(number),
+                m.time_to_first_token,
+                m.time_per_output_token,
+                output.num_cached_tokens,
+                m.prefill.new_tokens + m.decode.new_tokens,
+                m.prefill.chunks,
+                m.prefill.pairs + m.decode.pairs,
+                m.prefill.pairs_counted + m.decode.pairs_counted,
+                m.decode.kv_bytes_stored,
+                m.decode.kv_bytes_allocated,
+            ]
         )
     per_token = outputs[0].metrics.prefill.kv_bytes_written / outputs[0].metrics.prefill.new_tokens
     again = per_token * num_pinned_tokens * (len(outputs) - 1)
-    print(
-        f"  The cached rows stand in each line but are stored once: {(total - again) / MIB:.1f} "
-        f"MiB for {len(outputs)},\n  against {total / MIB:.1f} MiB without sharing."
+    note = (
+        f"The cached rows stand in each line but are stored once: {show(total - again, 'B')} for "
+        f"{len(outputs)}, against {show(total, 'B')} without sharing."
     )
+    return Table("What each request cost", columns, rows, [note])
 
 
 def main() -> None:
@@ -102,7 +116,7 @@ def main() -> None:
     seconds = time.perf_counter() - begin
     num_tokens = sum(len(output.outputs[0].token_ids) for output in outputs)
     print(f"\n{num_tokens} tokens in {seconds:.1f} s, {num_tokens / seconds:.0f} a second\n")
-    show_costs(outputs, num_pinned_tokens=pin.num_pinned_tokens)
+    cost_table(outputs, num_pinned_tokens=pin.num_pinned_tokens).print(sys.stdout)
     folder = "" if shutil.which("stairs") else f"{os.path.relpath(Path(sys.executable).parent)}/"
     print(
         "\nTry next:\n"

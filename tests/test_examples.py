@@ -35,14 +35,14 @@ def test_shared_prompt(
     pinned = re.search(r"pinned: (\d+) of its (\d+) tokens", out)
     assert pinned and int(pinned[1]) == int(pinned[2]) // 16 * 16
     lines = [line.replace(",", "").split() for line in out.splitlines()]
-    rows = [line for line in lines if len(line) == 10 and line[0].isdigit() and line[3].isdigit()]
+    rows = [line for line in lines if len(line) == 14 and line[0].isdigit() and line[5].isdigit()]
     assert [int(row[0]) for row in rows] == list(range(1, 9))
     for question, row in zip(shared_prompt.QUESTIONS, rows, strict=True):
-        cached, fed = int(row[3]), int(row[4])
+        cached, fed = int(row[5]), int(row[6])
         assert cached >= int(pinned[1]), "questions that begin alike may share a block more"
         assert len(question) - 16 < fed < len(question) + 200
-        assert row[6] == row[7], "pairs predicted and counted"
-        assert row[8] == row[9], "K/V bytes predicted and allocated"
+        assert row[8] == row[9], "pairs predicted and counted"
+        assert row[10:12] == row[12:14], "K/V bytes predicted and allocated"
     assert "stairs compare" in out.split("Try next:")[1]
 
 
