@@ -17,10 +17,11 @@ if os.environ.get("TRITON_INTERPRET") != "1":
     pytest.skip("runs in a process of its own, with TRITON_INTERPRET=1", allow_module_level=True)
 
 from attention.dense import attention_float64
+from attention.gluon_simulator import load
 from attention.ragged import Ragged, make_ragged
 from stairs.attention.attend import attend_paged
 from stairs.attention.meta import AttnMeta
-from stairs.attention.tiles import TritonTile
+from stairs.attention.tiles import HopperTile, TritonTile
 from stairs.attention.triton_flash import flash_forward
 from stairs.attention.triton_paged import write_pages
 from stairs.attention.work import cut_step, upload
@@ -106,6 +107,21 @@ def test_alone_and_among_others_bit_for_bit() -> None:
     )
     alone = dataclasses.replace(batch, q=batch.q[rows], k=batch.k[rows], v=batch.v[rows], meta=meta)
     assert torch.equal(run(alone, fixed_keys=64, num_sms=100), together[rows])
+
+
+def test_the_merge_of_hopper_s_partial_results() -> None:
+    """The Gluon kernel in its simulator, the merge in Triton's interpreter."""
+    batch = make_ragged([(1, 300), (3, 200), (1, 5)], num_heads=8, dtype=torch.float16)
+    write_pages(batch.k, batch.v, batch.layer_kv, batch.meta)
+    num_q, num_kv = np.array([1, 3, 1]), np.array([300, 200, 5])
+    tiles = (HopperTile(16, 64, 2, per_sm=1), HopperTile(64, 64, 2, per_sm=1))
+    cuts = cut_step(num_q, num_kv, group=4, kv_heads=2, tiles=tiles, num_sms=16)
+    (work,) = upload(cuts, batch.q.device)
+    out = torch.empty_like(batch.q)
+    load("hopper_decode").attend_short(batch.q, batch.layer_kv, batch.meta, work, scale=0.125,
+                                       out=out)  # fmt: skip
+    assert len(work.merges)
+    assert_right(out, batch)
 
 
 def test_padding_of_a_work_list_does_nothing() -> None:

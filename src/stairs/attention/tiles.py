@@ -13,6 +13,7 @@ __all__ = [
     "HopperTile",
     "TritonTile",
     "flash_tile",
+    "hopper_candidates",
     "hopper_tiles",
     "paged_tiles",
 ]
@@ -115,6 +116,19 @@ def hopper_tiles(head_dim: int, group: int) -> tuple[HopperTile, ...]:
     else:
         tiles = HopperTile(16, 64, 3, per_sm=1), HopperTile(64, 32, 6, per_sm=1)
     return tiles if group <= 16 else tiles[1:]
+
+
+def hopper_candidates(head_dim: int, group: int) -> list[HopperTile]:
+    """Tiles that fit an SM, to be measured against each other: what `--sweep` tries."""
+    padded = _padded(head_dim)
+    shapes = {  # (rows, keys, stages, programs an SM)
+        64: [(16, 64, 3, 3), (16, 64, 2, 4), (16, 64, 4, 2), (16, 64, 6, 2), (16, 128, 3, 2),
+             (64, 64, 3, 3), (64, 64, 4, 3), (64, 128, 3, 2)],
+        128: [(16, 64, 3, 2), (16, 64, 2, 2), (16, 64, 6, 1), (16, 128, 3, 1),
+              (64, 64, 3, 2), (64, 64, 2, 2), (64, 32, 6, 2), (64, 64, 6, 1), (64, 128, 3, 1)],
+        256: [(16, 64, 3, 1), (16, 64, 2, 1), (64, 32, 6, 1)],
+    }[max(64, padded)]  # fmt: skip
+    return [HopperTile(*shape) for shape in shapes if group <= shape[0]]
 
 
 def _tall(padded: int, card: Card) -> TritonTile:
