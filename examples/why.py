@@ -14,6 +14,7 @@ import torch
 
 from stairs.accounting import costs, traffic
 from stairs.accounting.table import Column, Table, show
+from stairs.accounting.weights import dense_weights
 from stairs.attention.attend import attend
 from stairs.attention.choose import choose, score_bytes_held
 from stairs.attention.meta import AttnMeta, LayerKV
@@ -148,6 +149,7 @@ def axes() -> None:
             config,
             work,
             logits_rows=1,
+            weights=dense_weights(config, BFLOAT16),
             itemsize=BFLOAT16,
             kv_itemsize=BFLOAT16,
             score_kernels=kernels,
