@@ -17,14 +17,17 @@ from torch import Tensor
 
 from stairs.attention.choose import SDPA_TILE, Choice, Tile
 from stairs.attention.devices import card_of, triton_supports
+from stairs.attention.hopper import forward_tile, hopper_lacks
+from stairs.attention.hopper_check import self_test, triton_release
 from stairs.attention.online import empty, finish, update
 from stairs.attention.reference import compute_dtype
 from stairs.attention.tiles import TritonTile, flash_tile
 from stairs.errors import ConfigError
 
-__all__ = ["choose_flash", "flash_attention", "flash_attention_varlen"]
+__all__ = ["choose_contiguous", "choose_flash", "flash_attention", "flash_attention_varlen"]
 
 OPEN = (-1, -1)
+BACKENDS = ("auto", "cpu", "online", "triton", "hopper")
 TILE = Tile(256, 512)  # of the torch path: scores of one head held at a time
 
 
@@ -40,19 +43,19 @@ class _Call(NamedTuple):
 def flash_attention(
     q: Tensor, k: Tensor, v: Tensor, *, causal: bool = False, scale: float | None = None,
     window: tuple[int, int] = OPEN, softcap: float = 0.0, return_lse: Literal[False] = False,
-    explain: Literal[False] = False,
+    explain: Literal[False] = False, backend: str = "auto",
 ) -> Tensor: ...  # fmt: skip
 @overload
 def flash_attention(
     q: Tensor, k: Tensor, v: Tensor, *, causal: bool = False, scale: float | None = None,
     window: tuple[int, int] = OPEN, softcap: float = 0.0, return_lse: Literal[True],
-    explain: Literal[False] = False,
+    explain: Literal[False] = False, backend: str = "auto",
 ) -> tuple[Tensor, Tensor]: ...  # fmt: skip
 @overload
 def flash_attention(
     q: Tensor, k: Tensor, v: Tensor, *, causal: bool = False, scale: float | None = None,
     window: tuple[int, int] = OPEN, softcap: float = 0.0, return_lse: bool = False,
-    explain: Literal[True],
+    explain: Literal[True], backend: str = "auto",
 ) -> Choice: ...  # fmt: skip
 def flash_attention(
     q: Tensor,
@@ -65,12 +68,14 @@ def flash_attention(
     softcap: float = 0.0,
     return_lse: bool = False,
     explain: bool = False,
+    backend: str = "auto",
 ) -> Tensor | tuple[Tensor, Tensor] | Choice:
     """softmax(scale * Q K^T) V: q (B, Sq, H, D), k and v (B, Sk, G, D) -> (B, Sq, H, D).
 
     H is a multiple of G (grouped heads). ``scale`` is 1/sqrt(D) when None; ``softcap`` c > 0 turns
     each scaled score s into c * tanh(s / c). ``return_lse`` adds LSE (B, H, Sq) in float32 (float64
-    for float64 inputs). ``explain`` computes nothing and says what would run, and why.
+    for float64 inputs). ``explain`` computes nothing and says what would run, and why. ``backend``
+    is auto, cpu, online, triton, or hopper.
 
     Raises ConfigError, naming the argument, for what does not fit.
     """
@@ -78,11 +83,11 @@ def flash_attention(
     call = _checked_call(q, causal, scale, window, softcap, return_lse)
     if k.shape[0] != q.shape[0]:
         raise ConfigError(f"q has {q.shape[0]} sequences and k {k.shape[0]}", param="k")
-    choice = choose_flash(q, k, v, causal=causal, max_q=q.shape[1])
+    choice = choose_flash(q, k, v, causal=causal, max_q=q.shape[1], window=window, backend=backend)
     if explain:
         return choice
-    if choice.implementation == "triton":
-        out, lse = _triton(q, k, v, call, None, None, q.shape[1])
+    if choice.implementation in ("triton", "hopper"):
+        out, lse = _on_gpu(choice, q, k, v, call, None, None, q.shape[1])
     elif choice.implementation == "cpu" and not _needs_online(q, k, call):
         out, lse = _sdpa(q, k, v, call), q.new_empty(0)
     else:
@@ -95,18 +100,21 @@ def flash_attention_varlen(
     q: Tensor, k: Tensor, v: Tensor, cu_q: Tensor, cu_kv: Tensor, *, max_q: int,
     causal: bool = False, scale: float | None = None, window: tuple[int, int] = OPEN,
     softcap: float = 0.0, return_lse: Literal[False] = False, explain: Literal[False] = False,
+    backend: str = "auto",
 ) -> Tensor: ...  # fmt: skip
 @overload
 def flash_attention_varlen(
     q: Tensor, k: Tensor, v: Tensor, cu_q: Tensor, cu_kv: Tensor, *, max_q: int,
     causal: bool = False, scale: float | None = None, window: tuple[int, int] = OPEN,
     softcap: float = 0.0, return_lse: Literal[True], explain: Literal[False] = False,
+    backend: str = "auto",
 ) -> tuple[Tensor, Tensor]: ...  # fmt: skip
 @overload
 def flash_attention_varlen(
     q: Tensor, k: Tensor, v: Tensor, cu_q: Tensor, cu_kv: Tensor, *, max_q: int,
     causal: bool = False, scale: float | None = None, window: tuple[int, int] = OPEN,
     softcap: float = 0.0, return_lse: bool = False, explain: Literal[True],
+    backend: str = "auto",
 ) -> Choice: ...  # fmt: skip
 def flash_attention_varlen(
     q: Tensor,
@@ -122,6 +130,7 @@ def flash_attention_varlen(
     softcap: float = 0.0,
     return_lse: bool = False,
     explain: bool = False,
+    backend: str = "auto",
 ) -> Tensor | tuple[Tensor, Tensor] | Choice:
     """Sequences of different lengths end to end: q (Tq, H, D), k and v (Tk, G, D) -> (Tq, H, D).
 
@@ -132,30 +141,81 @@ def flash_attention_varlen(
     _check(q, k, v, num_dims=3)
     call = _checked_call(q, causal, scale, window, softcap, return_lse)
     _check_ends(cu_q, cu_kv, q.device)
-    choice = choose_flash(q, k, v, causal=causal, max_q=max_q)
+    args = q[None], k[None], v[None]
+    choice = choose_flash(*args, causal=causal, max_q=max_q, window=window, backend=backend)
     if explain:
         return choice
-    if choice.implementation == "triton":
-        out, lse = _triton(q[None], k[None], v[None], call, cu_q, cu_kv, max_q)
+    if choice.implementation in ("triton", "hopper"):
+        out, lse = _on_gpu(choice, *args, call, cu_q, cu_kv, max_q)
         out, lse = out[0], lse[0] if return_lse else lse
     else:
         out, lse = _online_ragged(q, k, v, cu_q.tolist(), cu_kv.tolist(), call)
     return (out, lse) if return_lse else out
 
 
-def choose_flash(q: Tensor, k: Tensor, v: Tensor, *, causal: bool, max_q: int) -> Choice:
-    """What runs such a call, with which tile, and why."""
+def choose_flash(
+    q: Tensor, k: Tensor, v: Tensor, *, causal: bool, max_q: int,
+    window: tuple[int, int] = OPEN, backend: str = "auto",
+) -> Choice:  # fmt: skip
+    """What runs such a call, q (B, S, H, D), k and v (B, S, G, D), with which tile, and why."""
     if q.device.type != "cuda":
+        return choose_contiguous(backend=backend, device=q.device.type)
+    wants_gradients = torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v))
+    lacks = triton_supports(q.device, q.dtype, q.shape[-1])
+    if lacks is None and wants_gradients:
+        lacks = "gradients are wanted"
+    hopper = forward_tile(min(q.shape[-1], 256), causal=causal, window=window)
+    hopper_problem = lacks or hopper_lacks(
+        q, k, v, capability=torch.cuda.get_device_capability(q.device), release=triton_release()
+    )
+    if hopper_problem is None and hopper.measured is not None and backend == "auto":
+        hopper_problem = self_test(q.device)
+    tile = _tile(q, causal=causal, max_q=max_q)
+    return choose_contiguous(
+        backend=backend,
+        device="cuda",
+        triton_lacks=lacks,
+        triton_tile=Tile(tile.rows, tile.keys),
+        hopper_lacks=hopper_problem,
+        hopper_tile=Tile(hopper.rows, hopper.keys),
+        hopper_tflops=hopper.measured,
+    )
+
+
+def choose_contiguous(
+    *, backend: str, device: str, triton_lacks: str | None = None,
+    triton_tile: Tile = TILE, hopper_lacks: str | None = None, hopper_tile: Tile = TILE,
+    hopper_tflops: float | None = None,
+) -> Choice:  # fmt: skip
+    """``choose_flash`` of facts. ``hopper_tflops``: what its tile was measured at, if it was.
+
+    Raises ConfigError for a backend that is unknown or cannot run the call.
+    """
+    if backend not in BACKENDS:
+        raise ConfigError(
+            f"backend {backend!r} is unknown; one of {', '.join(BACKENDS)}", param="backend"
+        )
+    if {"cpu": "cpu", "triton": "cuda", "hopper": "cuda"}.get(backend, device) != device:
+        raise ConfigError(f"backend {backend} does not run on {device}", param="backend")
+    problem = {"triton": triton_lacks, "hopper": hopper_lacks}.get(backend)
+    if problem:
+        raise ConfigError(f"backend {backend} cannot run this: {problem}", param="backend")
+    if backend == "online":
+        return Choice("online", TILE, "tiles in torch: asked for")
+    if device != "cuda":
         return Choice(
             "cpu", Tile(*SDPA_TILE), "torch's SDPA; tiles in torch where it lacks an option"
         )
-    missing = triton_supports(q.device, q.dtype, q.shape[-1])
-    if missing is not None:
-        return Choice("online", TILE, f"tiles in torch: {missing}")
-    if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
-        return Choice("online", TILE, "tiles in torch: gradients are wanted")
-    tile = _tile(q, causal=causal, max_q=max_q)
-    return Choice("triton", Tile(tile.rows, tile.keys), "Triton's tiles on a GPU")
+    if triton_lacks:
+        return Choice("online", TILE, f"tiles in torch: {triton_lacks}")
+    if backend == "hopper":
+        return Choice("hopper", hopper_tile, "Gluon on Hopper: asked for")
+    if backend == "auto" and hopper_lacks is None:
+        if hopper_tflops is not None:
+            return Choice("hopper", hopper_tile, f"Gluon on Hopper: {hopper_tflops:g} TFLOP/s")
+        hopper_lacks = "it is not measured yet"
+    why_not = f", not the Hopper kernel: {hopper_lacks}" if hopper_lacks else ""
+    return Choice("triton", triton_tile, f"Triton's tiles on a GPU{why_not}")
 
 
 def _tile(q: Tensor, *, causal: bool, max_q: int) -> TritonTile:
@@ -163,25 +223,27 @@ def _tile(q: Tensor, *, causal: bool, max_q: int) -> TritonTile:
     return flash_tile(q.shape[-1], causal=causal, num_q=max_q, itemsize=q.element_size(), card=card)
 
 
-def _triton(
-    q: Tensor, k: Tensor, v: Tensor, call: _Call, cu_q: Tensor | None, cu_kv: Tensor | None,
-    max_q: int,
+def _on_gpu(
+    choice: Choice, q: Tensor, k: Tensor, v: Tensor, call: _Call, cu_q: Tensor | None,
+    cu_kv: Tensor | None, max_q: int,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    from stairs.attention.triton_flash import flash_forward  # Triton, only where it is used
-
-    tile = _tile(q, causal=call.causal, max_q=max_q)
+    card = card_of(q.device)
     with torch.cuda.device(q.device):
+        if choice.implementation == "hopper":
+            from stairs.attention.hopper_forward import hopper_forward  # Triton, only where used
+
+            rows = forward_tile(q.shape[-1], causal=call.causal, window=call.window)
+            return hopper_forward(
+                q, k, v, cu_q=cu_q, cu_kv=cu_kv, max_q=max_q, tile=rows, num_sms=card.num_sms,
+                **call._asdict(),
+            )  # fmt: skip
+        from stairs.attention.triton_flash import flash_forward
+
+        tile = _tile(q, causal=call.causal, max_q=max_q)
         return flash_forward(
-            q,
-            k,
-            v,
-            cu_q=cu_q,
-            cu_kv=cu_kv,
-            max_q=max_q,
-            tile=tile,
-            uses_boxes=card_of(q.device).capability >= 90,
-            **call._asdict(),
-        )
+            q, k, v, cu_q=cu_q, cu_kv=cu_kv, max_q=max_q, tile=tile,
+            uses_boxes=card.capability >= 90, **call._asdict(),
+        )  # fmt: skip
 
 
 def _needs_online(q: Tensor, k: Tensor, call: _Call) -> bool:

@@ -38,7 +38,7 @@ from stairs.attention.hopper import ForwardTile, padded
 from stairs.attention.hopper_order import RECORD, order_tiles, stretches
 from stairs.attention.hopper_softmax import quads_layout, weights
 
-__all__ = ["forward_kernel", "hopper_forward"]
+__all__ = ["BOXES", "constants", "forward_kernel", "hopper_forward"]
 
 LOG2_E = 1.4426950408889634
 FAR = 2**30  # a window's side that is open
@@ -451,6 +451,32 @@ def forward_kernel(
         )  # fmt: skip
 
 
+def constants(
+    tile: ForwardTile, *, head_dim: int, dtype: torch.dtype, is_ragged: bool, has_right: bool,
+    has_left: bool, is_cut: bool, is_capped: bool, returns_lse: bool,
+) -> dict[str, int]:  # fmt: skip
+    """What a launch compiles in. ``is_cut``: the last tile of keys may hold hidden ones."""
+    k_free, v_free = tile.free_barriers
+    return {
+        "BN": tile.keys,
+        "BD": padded(head_dim),
+        "STAGES": tile.stages,
+        "CONSUMERS": tile.consumers,
+        "REGISTERS": tile.registers,
+        "TURNS": tile.turns,
+        "K_FREE": k_free,
+        "V_FREE": v_free,
+        "SPARE": tile.spare,
+        "RAGGED": is_ragged,
+        "RIGHT": has_right,
+        "LEFT": has_left,
+        "CUT": is_cut or is_ragged or has_right or has_left,
+        "CAPPED": is_capped,
+        "LSE": returns_lse,
+        "BFLOAT": dtype == torch.bfloat16,
+    }
+
+
 def hopper_forward(
     q: Tensor, k: Tensor, v: Tensor, *, cu_q: Tensor | None, cu_kv: Tensor | None, max_q: int,
     scale: float, causal: bool, window: tuple[int, int], softcap: float, return_lse: bool,
@@ -467,36 +493,31 @@ def hopper_forward(
     out = torch.empty((batch, num_q, heads, head_dim), dtype=q.dtype, device=q.device)
     lse_shape = (batch, heads, num_q) if return_lse else (0,)
     lse = torch.empty(lse_shape, dtype=torch.float32, device=q.device)
-    ragged = cu_q is not None
-    sequences = len(cu_q) - 1 if cu_q is not None else batch
     row_tiles = -(-max_q // tile.rows)
-    if not sequences * row_tiles or not out.numel():
-        return out, lse
     left, right = (side if side >= 0 else FAR for side in window)
     if causal:
         right = 0 if right == FAR else min(right, 0)
-    has = {"RIGHT": right < FAR, "LEFT": left < FAR}
-    group = heads // kv_heads
-    together = heads
-    num_tiles = batch * heads * row_tiles
-    tiles = None
-    if cu_q is not None and cu_kv is not None:
-        tiles = order_tiles(cu_q, cu_kv, total_q=num_q, rows=tile.rows, keys=tile.keys, left=left,
-                            right=right, **has)  # fmt: skip
-        num_tiles = (num_q // tile.rows + sequences) * heads
-        together = group
-    k_free, v_free = tile.free_barriers
-    boxes = [_boxes(x, rows) for x, rows in ((q, 64), (k, tile.keys), (v, tile.keys), (out, 64))]
+    has_right, has_left = right < FAR, left < FAR
+    if cu_q is None or cu_kv is None:
+        tiles, num_tiles, together = lse, batch * heads * row_tiles, heads
+    else:
+        tiles = order_tiles(
+            cu_q, cu_kv, total_q=num_q, rows=tile.rows, keys=tile.keys, left=left, right=right,
+            has_right=has_right, has_left=has_left,
+        )  # fmt: skip
+        num_tiles, together = (num_q // tile.rows + len(cu_q) - 1) * heads, heads // kv_heads
+    if not num_tiles:
+        return out, lse
+    fixed = constants(
+        tile, head_dim=head_dim, dtype=q.dtype, is_ragged=cu_q is not None, has_right=has_right,
+        has_left=has_left, is_cut=num_kv % tile.keys > 0, is_capped=softcap > 0,
+        returns_lse=return_lse,
+    )  # fmt: skip
     forward_kernel[(min(num_sms, num_tiles),)](
-        *boxes, out, lse, tiles if ragged else out,
-        softcap * LOG2_E if softcap else scale * LOG2_E, scale / softcap if softcap else 0.0,
-        num_q, num_kv, left, right, heads, group, together, row_tiles, num_tiles, head_dim, num_q,
-        BN=tile.keys, BD=padded(head_dim), STAGES=tile.stages, CONSUMERS=tile.consumers,
-        REGISTERS=tile.registers, TURNS=tile.turns, K_FREE=k_free, V_FREE=v_free,
-        SPARE=tile.spare, RAGGED=ragged, **has,
-        CUT=ragged or num_kv % tile.keys > 0 or has["RIGHT"] or has["LEFT"],
-        CAPPED=softcap > 0, LSE=return_lse, BFLOAT=q.dtype == torch.bfloat16,
-        num_warps=4, enable_fp_fusion=True,
+        _boxes(q, 64), _boxes(k, tile.keys), _boxes(v, tile.keys), _boxes(out, 64), out, lse,
+        tiles, (softcap or scale) * LOG2_E, scale / softcap if softcap else 0.0, num_q, num_kv,
+        left, right, heads, heads // kv_heads, together, row_tiles, num_tiles, head_dim, num_q,
+        **fixed, num_warps=4, enable_fp_fusion=True,
     )  # fmt: skip
     return out, lse
 

@@ -111,14 +111,14 @@ def order_kernel(
 
 def order_tiles(
     cu_q: Tensor, cu_kv: Tensor, *, total_q: int, rows: int, keys: int, left: int, right: int,
-    RIGHT: bool, LEFT: bool,
+    has_right: bool, has_left: bool,
 ) -> Tensor:  # fmt: skip
     """int32 ((1 + N) * RECORD,): the number of tiles, and for each its record."""
     num_sequences = len(cu_q) - 1
-    num_slots = total_q // rows + num_sequences
+    num_slots = total_q // rows + num_sequences  # at least as many as there are tiles
     tiles = torch.empty((1 + num_slots) * RECORD, dtype=torch.int32, device=cu_q.device)
     order_kernel[((num_slots + 127) // 128,)](
         cu_q, cu_kv, tiles, num_sequences, num_slots, left, right,
-        BM=rows, BN=keys, RIGHT=RIGHT, LEFT=LEFT, num_warps=4, enable_fp_fusion=True,
+        BM=rows, BN=keys, RIGHT=has_right, LEFT=has_left, num_warps=4, enable_fp_fusion=True,
     )  # fmt: skip
     return tiles
