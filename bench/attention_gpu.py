@@ -1,9 +1,10 @@
 """How fast is attention on a GPU, beside what else runs there? One JSON line a cell.
 
-`python bench/attention_gpu.py [--prefill] [--decode] [--fa3 FILE]`: contiguous prefill beside
-PyTorch's FlashAttention-2 and cuDNN, FlexAttention and materialised attention; paged decode in a
-CUDA graph. FILE is vLLM's build of FlashAttention-3 (_vllm_fa3_C.abi3.so), beside both. bfloat16,
-fresh random inputs, sides in turn, medians; a causal cell counts half the FLOPs.
+`python bench/attention_gpu.py [--prefill] [--decode] [--sweep] [--fa3 FILE]`: contiguous prefill
+beside PyTorch's FlashAttention-2 and cuDNN, FlexAttention and materialised attention; paged decode
+in a CUDA graph, by plain Triton and (`ours_hopper`) Gluon; --sweep times every tile of the latter.
+FILE is vLLM's build of FlashAttention-3 (_vllm_fa3_C.abi3.so), beside both. bfloat16, fresh random
+inputs, sides in turn, medians; a causal cell counts half the FLOPs.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import os
 import statistics
 import sys
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from datetime import date
 from typing import Any
 
@@ -25,12 +27,15 @@ from torch.nn.attention import SDPBackend, flex_attention, sdpa_kernel
 
 from quoted import commit, machine
 from stairs.attention.attend import attend_written, cut
+from stairs.attention.devices import cutter_for, hopper_decode_lacks
 from stairs.attention.flash import flash_attention
 from stairs.attention.meta import AttnMeta, LayerKV
+from stairs.attention.tiles import HopperTile, hopper_candidates, hopper_tiles
 
 HEADS = [(32, 8, 128), (32, 32, 128), (64, 8, 128), (9, 3, 64), (12, 12, 64), (32, 1, 128)]
 BATCHES = [(1, 1024), (1, 8192), (1, 32768), (8, 8192), (32, 2048), (32, 8192), (128, 1024),
            (128, 4096), (256, 1024)]  # fmt: skip
+MIXED = [round(17 * (16384 / 17) ** (i / 63)) for i in range(64)]
 HEAD_DIMS = (64, 128, 256)
 LENGTHS = (512, 1024, 2048, 4096, 8192, 16384)
 COLD_BYTES = 300e6  # K/V read between two looks at the same page: several times the L2 cache
@@ -131,36 +136,72 @@ def materialised(q: Tensor, k: Tensor, v: Tensor, *, causal: bool) -> Tensor:
 # -- decode ---------------------------------------------------------------------------------------
 
 
-def decode(fa3: Any, *, repeats: int, block_size: int) -> None:
-    """One query a sequence over shuffled pages, in a CUDA graph: microseconds and TB/s of K/V."""
-    for heads in HEADS:
-        for batch, context in BATCHES:
-            read = 4 * batch * context * heads[1] * heads[2]
-            copies = max(1, min(6, int(COLD_BYTES // read) + 1))
-            sides = decode_sides(heads, batch, context, block_size, copies=copies, fa3=fa3)
-            times = milliseconds(sides, repeats=repeats)
-            us = {name: round(ms * 1e3 / copies, 2) for name, ms in times.items()}
-            report(what="decode", heads="/".join(map(str, heads)), batch=batch, context=context,
-                   block_size=block_size, us=us,
-                   tb_per_s=round(read / us["stairs"] / 1e6, 2))  # fmt: skip
-            del sides
-            torch.cuda.empty_cache()
+def decode(
+    fa3: Any, *, repeats: int, block_sizes: Sequence[int], heads: Sequence[str], sweep: bool
+) -> None:
+    """One query a sequence over shuffled pages, in a CUDA graph: microseconds, TB/s of K/V, and
+    TB/s that a copy of 1 GiB reads and writes in the same run."""
+    copied = copy_speed(repeats=repeats)
+    for shape in HEADS:
+        if heads and "/".join(map(str, shape)) not in heads:
+            continue
+        for lengths in [*([context] * batch for batch, context in BATCHES), MIXED]:
+            for block_size in block_sizes:
+                read = 4 * sum(lengths) * shape[1] * shape[2]
+                copies = max(1, min(6, int(COLD_BYTES // read) + 1))
+                sides = decode_sides(
+                    shape, lengths, block_size, copies=copies, fa3=fa3, sweep=sweep
+                )
+                times = milliseconds(sides, repeats=repeats)
+                us = {name: round(ms * 1e3 / copies, 2) for name, ms in times.items()}
+                best = min(time for name, time in us.items() if name != "fa3")
+                context = lengths[0] if min(lengths) == max(lengths) else "17 to 16384"
+                report(
+                    what="decode_sweep" if sweep else "decode", heads="/".join(map(str, shape)),
+                    batch=len(lengths), context=context, block_size=block_size, us=us,
+                    tb_per_s=round(read / best / 1e6, 2), copy_tb_per_s=copied,
+                )  # fmt: skip
+                del sides
+                torch.cuda.empty_cache()
+
+
+def copy_speed(*, repeats: int) -> float:
+    source = torch.empty(2**30, dtype=torch.uint8, device="cuda")
+    target = torch.empty_like(source)
+    times = milliseconds({"copy": lambda: target.copy_(source)}, repeats=repeats)
+    return round(2 * source.nbytes / times["copy"] / 1e9, 2)
 
 
 def decode_sides(
-    heads: tuple[int, int, int], batch: int, context: int, block_size: int,
-    *, copies: int, fa3: Any,
+    heads: tuple[int, int, int], lengths: list[int], block_size: int,
+    *, copies: int, fa3: Any, sweep: bool,
 ) -> dict[str, Side]:  # fmt: skip
     """Each side reads ``copies`` pools in turn, so that none stays in the cache."""
-    q, pools, plain = paged(*heads, batch, context, block_size, copies=copies)
-    meta = cut(q, pools[0], plain)
-    sides = {"stairs": captured([lambda p=pool: attend_written(q, p, meta) for pool in pools])}
+    q, pools, plain = paged(*heads, lengths, block_size, copies=copies)
+    metas = {"stairs": cut(q, pools[0], plain)}
+    lacks = hopper_decode_lacks(
+        pools[0], dtype=q.dtype, num_heads=heads[0], capability=torch.cuda.get_device_capability()
+    )
+    if lacks is None:
+        tiles = swept_tiles(heads) if sweep else hopper_tiles(heads[2], heads[0] // heads[1])[:1]
+        metas |= {
+            f"hopper {told(tile)}" if sweep else "ours_hopper": with_tile(q, pools[0], plain, tile)
+            for tile in tiles
+        }
+    sides = {
+        name: captured([lambda p=pool, m=meta: attend_written(q, p, m) for pool in pools])
+        for name, meta in metas.items()
+    }
+    right = attend_written(q, pools[0], metas["stairs"])
+    for name, meta in metas.items():
+        ours = attend_written(q, pools[0], meta)
+        torch.testing.assert_close(ours, right, rtol=2e-2, atol=2e-3, msg=name)
     if fa3 is not None:
-        ends = torch.arange(batch + 1, device="cuda", dtype=torch.int32)
+        ends = torch.arange(len(lengths) + 1, device="cuda", dtype=torch.int32)
         calls = [
             fa3_side(
-                fa3, [q, *rows_first(pool)], ends, None, meta.kv_len, 1, context,
-                meta.block_table, causal=True,
+                fa3, [q, *rows_first(pool)], ends, None, plain.kv_len, 1, max(lengths),
+                plain.block_table, causal=True,
             )
             for pool in pools
         ]  # fmt: skip
@@ -168,28 +209,54 @@ def decode_sides(
     return sides
 
 
+def swept_tiles(heads: tuple[int, int, int]) -> list[HopperTile]:
+    """Every tile, each with the merge launched early too, and the first with other splits."""
+    tiles = hopper_candidates(heads[2], heads[0] // heads[1])
+    others = [replace(tiles[0], min_keys=keys) for keys in (64, 256, 512)]
+    return [*tiles, *(replace(tile, is_chained=True) for tile in tiles), *others]
+
+
+def told(tile: HopperTile) -> str:
+    chained = " chained" if tile.is_chained else ""
+    shape = f"{tile.rows}x{tile.keys} stages {tile.num_stages} per_sm {tile.per_sm}"
+    return f"{shape} min_keys {tile.min_keys}{chained}"
+
+
+def with_tile(q: Tensor, pool: LayerKV, meta: AttnMeta, tile: HopperTile) -> AttnMeta:
+    """``meta`` cut for ``tile`` alone."""
+    kv_heads, head_dim = pool.k.shape[1], pool.k.shape[3]
+    cutter = cutter_for(q.shape[1], kv_heads, head_dim, dtype=q.dtype, device=q.device)
+    cutter = replace(cutter, tiles=(tile, cutter.tiles[-1]))
+    num_q = meta.cu_q.diff().cpu().numpy().astype("int64")
+    return replace(meta, work=cutter(num_q, meta.kv_len.cpu().numpy().astype("int64")))
+
+
 def paged(
-    heads: int, kv_heads: int, head_dim: int, batch: int, context: int, block_size: int,
+    heads: int, kv_heads: int, head_dim: int, lengths: list[int], block_size: int,
     *, copies: int,
 ) -> tuple[Tensor, list[LayerKV], AttnMeta]:  # fmt: skip
-    pages = batch * context // block_size
-    shape = (pages, kv_heads, block_size, head_dim)
+    used = [-(-length // block_size) for length in lengths]
+    shape = (sum(used), kv_heads, block_size, head_dim)
 
     def random(*size: int) -> Tensor:
         return torch.randn(size, device="cuda", dtype=torch.bfloat16)
 
+    ids = torch.randperm(sum(used)).to(torch.int32)
+    table = torch.zeros((len(lengths), max(used)), dtype=torch.int32)
+    for row, pages in zip(table, ids.split(used), strict=True):
+        row[: len(pages)] = pages
     meta = AttnMeta(
-        cu_q=torch.arange(batch + 1, device="cuda", dtype=torch.int32),
-        kv_len=torch.full((batch,), context, device="cuda", dtype=torch.int32),
-        block_table=torch.randperm(pages, device="cuda").to(torch.int32).view(batch, -1),
+        cu_q=torch.arange(len(lengths) + 1, device="cuda", dtype=torch.int32),
+        kv_len=torch.tensor(lengths, device="cuda", dtype=torch.int32),
+        block_table=table.cuda(),
         slots=torch.empty(0, device="cuda", dtype=torch.int64),
-        counts=torch.zeros((batch, 3), device="cuda", dtype=torch.int64),
+        counts=torch.zeros((len(lengths), 3), device="cuda", dtype=torch.int64),
         max_q=1,
-        max_kv=context,
+        max_kv=max(lengths),
         counting=False,
     )
     pools = [LayerKV(random(*shape), random(*shape)) for _ in range(copies)]
-    return random(batch, heads, head_dim), pools, meta
+    return random(len(lengths), heads, head_dim), pools, meta
 
 
 def rows_first(pool: LayerKV) -> Iterator[Tensor]:
@@ -236,7 +303,9 @@ def main() -> None:
     parser.add_argument("--decode", action="store_true")
     parser.add_argument("--fa3", metavar="FILE")
     parser.add_argument("--head-dim", type=int, action="append", help="of prefill; repeatable")
-    parser.add_argument("--block-size", type=int, default=16)
+    parser.add_argument("--heads", action="append", help="of decode, as 32/8/128; repeatable")
+    parser.add_argument("--block-size", type=int, action="append", help="of decode; repeatable")
+    parser.add_argument("--sweep", action="store_true", help="every tile of our Hopper kernels")
     parser.add_argument("--repeats", type=int, default=20)
     asked = parser.parse_args()
     if not torch.cuda.is_available():
@@ -248,7 +317,10 @@ def main() -> None:
         if asked.prefill or both:
             prefill(fa3, repeats=asked.repeats, head_dims=asked.head_dim or HEAD_DIMS)
         if asked.decode or both:
-            decode(fa3, repeats=asked.repeats, block_size=asked.block_size)
+            decode(
+                fa3, repeats=asked.repeats, block_sizes=asked.block_size or [16, 32, 64],
+                heads=asked.heads or (), sweep=asked.sweep,
+            )  # fmt: skip
 
 
 if __name__ == "__main__":
