@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -14,7 +15,7 @@ from stairs.accounting.record import ROW, Phase, StepRecord
 from stairs.accounting.weights import dense_weights
 from stairs.config import ModelConfig
 from stairs.planner.fitting import Sample, fit, nonnegative_least_squares, samples_of
-from stairs.planner.timing import StepCost, TimeModel, step_cost
+from stairs.planner.timing import SIDES, StepCost, TimeModel, step_cost
 
 CPU = DEVICES["cpu"]
 TRUE = TimeModel(
@@ -23,6 +24,8 @@ TRUE = TimeModel(
     slowdown={
         ("linear", "compute"): 1.4,
         ("linear", "memory"): 1.2,
+        ("row", "compute"): 0.2,
+        ("row", "memory"): 1.1,
         ("attention", "compute"): 3.0,
         ("attention", "memory"): 2.5,
     },
@@ -55,8 +58,36 @@ def test_it_recovers_the_model_that_made_the_times(
     found = fit(samples, CPU)
     assert found.error < 1e-6
     assert found.num_held_out == len(samples) // 4
-    assert found.model.step == pytest.approx(TRUE.step, rel=1e-3)
-    assert found.model.slowdown == pytest.approx(TRUE.slowdown, rel=1e-3)
+    # One model reads the same weights in every step: that they take is not told from overheads.
+    for side in SIDES:
+        key = "attention", side
+        assert found.model.slowdown[key] == pytest.approx(TRUE.slowdown[key], rel=1e-3)
+
+
+def test_steps_that_something_disturbed_do_not_move_it(
+    model: Callable[[str], ModelConfig],
+) -> None:
+    """Every seventh step took four times as long, because another program had the processor."""
+    costs = costs_of(model("smollm2"))
+    samples = [
+        Sample(cost, TRUE.seconds(cost, CPU) * (4 if i % 7 == 0 else 1))
+        for i, cost in enumerate(costs)
+    ]
+    quiet = [Sample(cost, TRUE.seconds(cost, CPU)) for cost in costs]
+    found = fit(samples, CPU, held_out=quiet)
+    assert found.ninth_error < 0.05
+    assert found.num_held_out == len(quiet)
+
+
+def test_models_of_different_depth_tell_layers_from_steps(
+    model: Callable[[str], ModelConfig],
+) -> None:
+    true = replace(TRUE, layer=1e-4)
+    costs = [cost for name in ("smollm2", "gpt2") for cost in costs_of(model(name))]
+    found = fit([Sample(cost, true.seconds(cost, CPU)) for cost in costs], CPU).model
+    assert found.layer == pytest.approx(true.layer, rel=1e-2)
+    assert found.step == pytest.approx(true.step, rel=1e-2)
+    assert found.slowdown == pytest.approx(true.slowdown, rel=1e-2)
 
 
 def test_its_error_is_that_of_steps_it_did_not_see(model: Callable[[str], ModelConfig]) -> None:
@@ -72,7 +103,7 @@ def test_no_coefficient_is_negative(model: Callable[[str], ModelConfig]) -> None
     """Times that fall with work would need one."""
     samples = [Sample(cost, 1 / (1 + cost.flop)) for cost in costs_of(model("smollm2"))]
     found = fit(samples, CPU).model
-    assert min([found.step, found.sequence, *found.slowdown.values()]) >= 0
+    assert min([found.step, found.sequence, found.layer, *found.slowdown.values()]) >= 0
 
 
 def test_too_few_steps() -> None:

@@ -7,6 +7,7 @@ dense (without sparsity), GB and TB are powers of ten.
 
 from __future__ import annotations
 
+import platform
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cache
@@ -21,6 +22,7 @@ __all__ = [
     "Figure",
     "find_device",
     "has_wide_vectors",
+    "host_cpu",
     "installed_card",
     "ridge",
 ]
@@ -98,6 +100,16 @@ def find_device(name: str) -> Device:
             param="gpu",
         )
     return DEVICES[name]
+
+
+def host_cpu(cpuinfo: Path = Path("/proc/cpuinfo")) -> str:
+    """This machine's processor by its own name."""
+    if cpuinfo.exists():
+        for line in cpuinfo.read_text(errors="replace").splitlines():
+            name, _, value = line.partition(":")
+            if name.strip() == "model name":
+                return value.strip()
+    return platform.processor() or platform.machine()
 
 
 def installed_card(root: Path = Path("/proc/driver/nvidia/gpus")) -> str | None:

@@ -142,10 +142,11 @@ def training_step(setting: Setting) -> Phase:
     weights = dense.total
     state = parameter_count(s.config) * _OPTIMIZER_BYTES
     groups = {
-        name: Group(3 * group.flop, 3 * group.moved) for name, group in forward.groups.items()
+        name: Group(3 * group.flop, 3 * group.moved, group.rows)
+        for name, group in forward.groups.items()
     }
     linear = groups["linear"]
-    groups["linear"] = Group(linear.flop, linear.moved + 2 * weights + 2 * state)
+    groups["linear"] = Group(linear.flop, linear.moved + 2 * weights + 2 * state, linear.rows)
     cost = StepCost(groups, 1, 3 * s.config.num_layers, s.dtype)
     # A kernel's output is read at least once again: about half of what moves is kept.
     kept = s.context * activation_values(s.config) * s.itemsize // 2
