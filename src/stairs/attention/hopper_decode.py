@@ -19,6 +19,7 @@ from stairs.attention.gluon_api import (
     TensorDescriptor,
     fence_async_shared,
     gdc_launch_dependents,
+    gdc_wait,
     gl,
     gluon,
     load_box,
@@ -306,11 +307,9 @@ def decode_kernel(
 ):  # fmt: skip
     """Program (c, head) of C x KV_HEADS: entry c, then entries starts[c] .. starts[c + 1].
 
-    ``scale`` is in log2 units; q (T, H, D), out (T, H, D) dense; CHAINED: the merge may be
-    launched now, and waits by itself.
+    ``scale`` is in log2 units; q (T, H, D), out (T, H, D) dense. CHAINED: launched while the
+    kernel before may still run, and the merge while this one does; both wait before they read.
     """
-    if CHAINED:
-        gdc_launch_dependents()
     first = gl.program_id(0) // KV_HEADS
     head = gl.program_id(0) % KV_HEADS
     element: gl.constexpr = q.dtype.element_ty
@@ -322,6 +321,9 @@ def decode_kernel(
         mbarrier.init(full.index(stage), count=1)
         mbarrier.init(empty.index(stage), count=1)
     fence_async_shared()
+    if CHAINED:
+        gdc_wait()
+        gdc_launch_dependents()
     if ROWS == 16:
         gl.warp_specialize(
             [
@@ -401,7 +403,7 @@ def attend_entries(
         k_boxes, v_boxes, q, meta.block_table, work.entries, work.starts, out, partial_out,
         partial_lse, meta.counts, scale * LOG2_E, q.stride(0), q.stride(1),
         meta.block_table.stride(0), num_blocks, **constant, num_warps=4,
-        maxnreg=tile.max_registers, enable_fp_fusion=True,
+        maxnreg=tile.max_registers, enable_fp_fusion=True, launch_pdl=tile.is_chained,
     )  # fmt: skip
     return partial_out, partial_lse
 

@@ -64,7 +64,7 @@ class HopperTile:
     num_stages: int
     per_sm: int
     min_keys: int = 128  # of a split, and what a merge costs: shorter ones do not pay for it
-    is_chained: bool = False  # the merge is launched early and waits (programmatic dependent)
+    is_chained: bool = False  # it and the merge are launched early, and wait (programmatic)
     measured: str | None = None  # where, on which card
 
     @property

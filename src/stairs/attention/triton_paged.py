@@ -13,7 +13,7 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from triton.language.extra.cuda import gdc_wait
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from stairs.attention.meta import AttnMeta, LayerKV, WorkList
 from stairs.attention.tiles import HopperTile, TritonTile
@@ -180,6 +180,7 @@ def merge_kernel(
     partial = tl.load(merge + 3).to(tl.int64)
     num_partials = tl.load(merge + 4)
     if CHAINED:
+        gdc_launch_dependents()
         gdc_wait()  # also where nothing is merged: what follows us must not overtake the partials
     if (index >= num_merges) | (row >= num_q * GROUP):
         return

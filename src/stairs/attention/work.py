@@ -304,6 +304,7 @@ class Cutter:
     tiles: Tiles
     num_sms: int
     device: torch.device
+    fixed_keys: int | None = None  # of a split, whatever is in the batch
 
     def __call__(self, num_q: NDArray[np.int64], num_kv: NDArray[np.int64]) -> tuple[WorkList, ...]:
         """Sequences of ``num_q`` queries and ``num_kv`` keys (S,), in the step's order."""
@@ -314,6 +315,7 @@ class Cutter:
             kv_heads=self.kv_heads,
             tiles=self.tiles,
             num_sms=self.num_sms,
+            fixed_keys=self.fixed_keys,
         )
         return upload(cuts, self.device)
 
