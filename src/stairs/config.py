@@ -30,7 +30,7 @@ DTYPE_BYTES: Mapping[str, int] = {"float64": 8, "float32": 4, "bfloat16": 2, "fl
 MAX_CHOICES = 128
 MAX_LOGPROBS = 20
 
-AttentionBackend = Literal["auto", "reference", "online", "cpu", "triton"]
+AttentionBackend = Literal["auto", "reference", "online", "cpu", "triton", "hopper"]
 DeviceName = Literal["auto", "cpu", "cuda"]
 
 

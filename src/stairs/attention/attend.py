@@ -12,13 +12,13 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from stairs.attention.choose import SHORT_ROWS, choose
-from stairs.attention.devices import cutter_for, hopper_decode_lacks, triton_supports
+from stairs.attention.choose import SHORT_ROWS
+from stairs.attention.devices import choose_paged, cutter_for
 from stairs.attention.meta import AttnMeta, LayerKV
 from stairs.attention.online import paged_online
 from stairs.attention.pages import write_kv
 from stairs.attention.reference import paged_reference
-from stairs.attention.tiles import HopperTile, hopper_tiles
+from stairs.attention.tiles import HopperTile
 from stairs.errors import ConfigError
 
 __all__ = ["attend", "attend_paged", "attend_written", "cut", "write_kv"]
@@ -42,19 +42,10 @@ def attend(
     _check(q, k, v, layer_kv)
     if scale is None:
         scale = q.shape[-1] ** -0.5
-    on_gpu = q.device.type == "cuda"
-    lacks = triton_supports(q.device, q.dtype, q.shape[2]) if on_gpu else None
-    measured = _hopper_measured(q, layer_kv) if on_gpu else None
-    choice = choose(
-        backend=backend,
-        device=q.device.type,
+    choice = choose_paged(
+        layer_kv, backend=backend, dtype=q.dtype, num_heads=q.shape[1], device=q.device,
         max_q=meta.max_q,
-        triton_lacks=lacks,
-        hopper_lacks=_hopper_lacks(q, layer_kv)
-        if on_gpu and (backend == "hopper" or measured)
-        else None,
-        hopper_measured=measured,
-    )
+    )  # fmt: skip
     out = torch.empty_like(q, memory_format=torch.contiguous_format)
     if choice.implementation == "cpu":
         _attend_cpu(q, k, v, layer_kv, meta, scale=scale, out=out)
@@ -82,15 +73,6 @@ def _attend_cpu(
     write_and_attend_short(q, k, v, layer_kv, meta, scale=scale, out=out)
     if meta.max_q >= SHORT_ROWS and not meta.batch_invariant:
         attend_long(q, layer_kv, meta, scale=scale, out=out)
-
-
-def _hopper_measured(q: Tensor, layer_kv: LayerKV) -> str | None:
-    return hopper_tiles(q.shape[2], q.shape[1] // layer_kv.k.shape[1])[0].measured
-
-
-def _hopper_lacks(q: Tensor, layer_kv: LayerKV) -> str | None:
-    capability = torch.cuda.get_device_capability(q.device)
-    return hopper_decode_lacks(layer_kv, dtype=q.dtype, num_heads=q.shape[1], capability=capability)
 
 
 def _attend_gpu(

@@ -8,6 +8,7 @@ from dataclasses import replace
 
 import torch
 
+from stairs.attention.choose import Choice, choose
 from stairs.attention.meta import LayerKV
 from stairs.attention.tiles import CARDS, Card, hopper_tiles, paged_tiles
 from stairs.attention.work import Cutter, Tiles
@@ -15,6 +16,7 @@ from stairs.attention.work import Cutter, Tiles
 __all__ = [
     "MIN_CAPABILITY",
     "card_of",
+    "choose_paged",
     "cuda_problem",
     "cutter_for",
     "hopper_decode_lacks",
@@ -75,6 +77,35 @@ def cutter_for(
     if implementation == "hopper":
         tiles = (*hopper_tiles(head_dim, group), tiles[-1])
     return Cutter(group=group, kv_heads=kv_heads, tiles=tiles, num_sms=card.num_sms, device=device)
+
+
+def choose_paged(
+    layer_kv: LayerKV,
+    *,
+    backend: str,
+    dtype: torch.dtype,
+    num_heads: int,
+    device: torch.device,
+    max_q: int = 1,
+) -> Choice:
+    """``choose`` for queries (T, num_heads, D) over such pages, with what the card lacks.
+
+    Raises ConfigError for a backend that is unknown or does not run that.
+    """
+    if device.type != "cuda":
+        return choose(backend=backend, device=device.type, max_q=max_q)
+    _, kv_heads, _, head_dim = layer_kv.k.shape
+    capability = torch.cuda.get_device_capability(device)
+    return choose(
+        backend=backend,
+        device="cuda",
+        max_q=max_q,
+        triton_lacks=triton_supports(device, dtype, head_dim),
+        hopper_lacks=hopper_decode_lacks(
+            layer_kv, dtype=dtype, num_heads=num_heads, capability=capability
+        ),
+        hopper_measured=hopper_tiles(head_dim, num_heads // kv_heads)[0].measured,
+    )
 
 
 def hopper_decode_lacks(

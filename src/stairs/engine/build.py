@@ -8,7 +8,8 @@ from dataclasses import replace
 import torch
 
 from stairs.accounting.hardware import has_wide_vectors
-from stairs.attention.devices import cuda_problem, cutter_for, triton_supports
+from stairs.attention.devices import choose_paged, cuda_problem, cutter_for
+from stairs.attention.meta import LayerKV
 from stairs.attention.work import Cutter
 from stairs.checkpoints.residence import held_weights, source_types
 from stairs.checkpoints.tensors import TensorSource, fingerprint
@@ -87,9 +88,20 @@ def _placed(config: EngineConfig) -> EngineConfig:
 
 def _cutter(model_config: ModelConfig, config: EngineConfig, device: torch.device) -> Cutter | None:
     """Of the steps that our kernels attend to; None where another implementation does."""
+    if device.type != "cuda":
+        return None
     c, dtype = model_config, getattr(torch, config.dtype)
-    if device.type != "cuda" or config.attention_backend not in ("auto", "triton"):
+    page = torch.empty(
+        (1, c.num_kv_heads, config.cache.block_size, c.head_dim),
+        dtype=getattr(torch, config.cache.dtype), device="meta",
+    )  # fmt: skip
+    choice = choose_paged(
+        LayerKV(page, page), backend=config.attention_backend, dtype=dtype,
+        num_heads=c.num_heads, device=device,
+    )  # fmt: skip
+    if choice.implementation not in ("triton", "hopper"):
         return None
-    if triton_supports(device, dtype, c.head_dim) is not None:
-        return None
-    return cutter_for(c.num_heads, c.num_kv_heads, c.head_dim, dtype=dtype, device=device)
+    return cutter_for(
+        c.num_heads, c.num_kv_heads, c.head_dim, dtype=dtype, device=device,
+        implementation=choice.implementation,
+    )  # fmt: skip

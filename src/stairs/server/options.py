@@ -54,7 +54,7 @@ class ServeOptions:
     kv_cache_memory_bytes: Annotated[int | None, "Size of the K/V pool."] = None
     num_gpu_blocks_override: Annotated[int | None, "Blocks of the K/V pool."] = None
     enable_prefix_caching: Annotated[bool, "Share the K/V of equal beginnings."] = True
-    attention_backend: Annotated[str, "auto, reference, online, cpu or triton."] = "auto"
+    attention_backend: Annotated[str, "auto, reference, online, cpu, triton or hopper."] = "auto"
     device: Annotated[str, "auto (a supported GPU if there is one), cpu or cuda."] = "auto"
     gpu_memory_utilization: Annotated[float, "Share of a GPU's memory that we may use."] = 0.9
     batch_invariant: Annotated[bool, "The same bits in any batch; float32 on a CPU."] = False
