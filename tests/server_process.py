@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import os
+import queue
 import re
 import signal
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import httpx
@@ -35,6 +37,18 @@ class Server:
         )
         self.log: list[str] = []
         self.url = ""
+        # Read to the end whatever the test does: a full pipe would stop the server.
+        self._lines: queue.SimpleQueue[str | None] = queue.SimpleQueue()
+        self._reader = threading.Thread(target=self._read, daemon=True)
+        self._reader.start()
+
+    def _read(self) -> None:
+        assert self.process.stderr is not None
+        for line in self.process.stderr:
+            self.log.append(line)
+            self._lines.put(line)
+        self.process.stderr.close()
+        self._lines.put(None)
 
     def wait_ready(self) -> Server:
         line = self.wait_line(r"Ready: chat at (\S+),")
@@ -44,9 +58,8 @@ class Server:
         return self
 
     def wait_line(self, pattern: str) -> re.Match[str]:
-        assert self.process.stderr is not None
-        for line in self.process.stderr:
-            self.log.append(line)
+        """The next line that matches."""
+        while (line := self._lines.get()) is not None:
             if match := re.search(pattern, line):
                 return match
         self.stop_when_done()
@@ -77,12 +90,9 @@ class Server:
 
     def stop_when_done(self) -> int:
         """Its exit code, once it ends by itself; ``log`` then holds all it said."""
-        assert self.process.stderr is not None
-        if self.process.stderr.closed:
-            return self.process.wait(30)
-        self.log += self.process.stderr
-        self.process.stderr.close()
+        code = self.process.wait(120)
+        self._reader.join()
         if self.url:
             self.http.close()
             self.openai.close()
-        return self.process.wait(30)
+        return code

@@ -21,6 +21,7 @@ from stairs.errors import ConfigError, InvalidRequestError, StairsError
         ("top_k", -2),
         ("min_p", 1.5),
         ("repetition_penalty", 0.0),
+        ("repetition_penalty", 1e-30),
         ("presence_penalty", 2.1),
         ("frequency_penalty", -2.1),
         ("logit_bias", {1: 101}),

@@ -272,8 +272,8 @@ class SamplingParams:
         self._require(0 <= self.temperature < math.inf, "temperature", "must be 0 or positive")
         self._require(0 < self.top_p <= 1, "top_p", "must lie in (0, 1]")
         self._require(0 <= self.min_p <= 1, "min_p", "must lie in [0, 1]")
-        rule = "must lie in (0, 100]"
-        self._require(0 < self.repetition_penalty <= 100, "repetition_penalty", rule)
+        rule = "must lie in [0.01, 100]"
+        self._require(0.01 <= self.repetition_penalty <= 100, "repetition_penalty", rule)
         for name in ("presence_penalty", "frequency_penalty"):
             self._require(-2 <= getattr(self, name) <= 2, name, "must lie in [-2, 2]")
         for bias in self.logit_bias.values():

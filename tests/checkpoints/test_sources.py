@@ -21,6 +21,7 @@ DATA = b"GGUF" + bytes(range(256)) * 40
 TINY = PackagedModel(
     file="tiny.gguf", size=len(DATA), sha256=hashlib.sha256(DATA).hexdigest(), package="tiny-model",
     version="1.0", module="tiny_model", hub_repo="org/tiny", hub_revision="a" * 40,
+    type="F32", table_type="F32",
 )  # fmt: skip
 
 

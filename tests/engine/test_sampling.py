@@ -123,3 +123,11 @@ def test_the_likeliest_tokens_give_the_draw_of_a_whole_order(limits: dict) -> No
 def test_a_row_that_is_not_a_number_ends_nobodys_step() -> None:
     row = torch.full((3000,), torch.nan)
     assert sampling_module._draw_likeliest(row, sequence(0, temperature=1.0)) is None
+
+
+@pytest.mark.parametrize("temperature", [1e-6, 1e-40, 1e-320])
+def test_hardly_any_heat_is_none(temperature: float):
+    """In float32 the coldest of these is zero, and a division by it would be no number."""
+    logits = torch.randn(1, 400, generator=torch.Generator().manual_seed(0))
+    drawn = {tokens_of(logits, sequence(seed, temperature=temperature))[0] for seed in range(8)}
+    assert drawn == {int(logits.argmax())}

@@ -326,6 +326,61 @@ def test_lists_and_numbers_are_bounded(server: Server) -> None:
     assert refused(server, {"prompt": "a", "n": 100})["param"] == "n"  # more than the queue
 
 
+def nested(depth: int) -> dict:
+    value: dict = {}
+    for _ in range(depth):
+        value = {"a": value}
+    return value
+
+
+@pytest.mark.parametrize("depth", [101, 700])  # one too many; as much as Python still reads
+def test_objects_of_any_form_are_not_nested_without_end(server: Server, depth: int) -> None:
+    chat = {"messages": [{"role": "user", "content": "a"}], "max_tokens": 1}
+    function = {"name": "f", "parameters": nested(depth)}
+    schema = {"name": "s", "schema": nested(depth)}
+    call = {"id": "1", "function": {"name": "f", "arguments": json.dumps(nested(depth))}}
+    called = {"role": "assistant", "tool_calls": [call]}
+    for field, value in {
+        "metadata": {"x": nested(depth)},
+        "chat_template_kwargs": {"x": nested(depth)},
+        "tools": [{"type": "function", "function": function}],
+        "response_format": {"type": "json_schema", "json_schema": schema},
+        "messages": [{"role": "user", "content": "a"}, called],
+    }.items():
+        error = refused(server, chat | {field: value}, "/v1/chat/completions")
+        assert error["param"].startswith(field), error
+        assert "100 deep" in error["message"]
+
+
+def test_long_tools_and_arguments_are_refused_before_they_are_encoded(server: Server) -> None:
+    chat = {"messages": [{"role": "user", "content": "a"}], "max_tokens": 1}
+    function = {"name": "f", "description": "d" * 150_000}
+    call = {"id": "1", "function": {"name": "f", "arguments": json.dumps({"a": "x" * 150_000})}}
+    for field, value in {
+        "tools": [{"type": "function", "function": function}],
+        "messages": [{"role": "user", "content": "a"}, {"role": "assistant", "tool_calls": [call]}],
+    }.items():
+        error = refused(server, chat | {field: value}, "/v1/chat/completions")
+        assert error["code"] == "context_length_exceeded" and "characters" in error["message"]
+
+
+def test_extreme_numbers_give_answers_or_a_refusal(server: Server) -> None:
+    greedy = text_of(server, "edge", max_tokens=4)
+    for temperature in (1e-6, 1e-40, 1e-320):
+        assert text_of(server, "edge", max_tokens=4, temperature=temperature) == greedy
+    for field, value in {"top_p": 1e-320, "min_p": 1.0, "top_k": 1}.items():
+        hot = {"temperature": 1.0, "max_tokens": 4, field: value}
+        assert text_of(server, "edge", **hot) == greedy
+    for seed in (2**64 - 1, -(2**63)):
+        assert len(complete(server, "edge", seed=seed, n=3, temperature=1.0)["choices"]) == 3
+    for value in (0.0, 1e-320, 101):
+        assert refused(server, {"prompt": "a", "repetition_penalty": value})["param"] == (
+            "repetition_penalty"
+        )
+    for ids in ([2**31], [-1], [10**30]):
+        assert refused(server, {"prompt": ids})["param"].startswith("prompt")
+
+
 def test_errors_echo_little_of_the_input(server: Server) -> None:
     reply = server.http.post("/v1/completions", json={"prompt": "a", "x" * 50_000: 1})
     assert reply.status_code == 400 and len(reply.text) < 600

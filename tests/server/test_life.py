@@ -120,6 +120,12 @@ def test_a_prefix_comes_and_goes(guarded: Server) -> None:
     assert guarded.http.delete("/v1/prefixes/raw").status_code == 400  # the command line's
 
 
+@pytest.mark.parametrize("name", [".", "..", "../x", "a/b", ""])
+def test_a_prefix_has_a_name_that_can_stand_in_a_path(guarded: Server, name: str) -> None:
+    reply = guarded.http.post("/v1/prefixes", json={"name": name, "prompt": "n" * 40})
+    assert reply.status_code == 400 and reply.json()["error"]["param"] == "name"
+
+
 def test_a_pinned_prefix_survives_traffic_that_fills_the_pool(guarded: Server) -> None:
     for i in range(8):
         body = {"prompt": chr(97 + i) * 700, "max_tokens": 1}

@@ -22,6 +22,8 @@ __all__ = ["adjust", "sample", "token_logprobs"]
 # Tokens among which a draw is looked for first on a CPU: a whole row's order costs 3.4 ms at
 # 49,152 tokens, more than half of a step.
 LIKELIEST = 256
+# Less heat than this is none: in float32 a division by it would give no numbers any more.
+GREEDY_BELOW = 1e-5
 
 
 @torch.inference_mode()
@@ -44,7 +46,7 @@ def sample(
             row.masked_fill_(forbidden.to(row.device), -torch.inf)
         adjust(row, sequence)
     tokens = logits.argmax(dim=-1)
-    drawn = [row for row, sequence in enumerate(sequences) if sequence.sampling.temperature > 0]
+    drawn = [row for row, s in enumerate(sequences) if s.sampling.temperature >= GREEDY_BELOW]
     if drawn:
         rows = torch.tensor(drawn, device=logits.device)
         tokens[rows] = _draw_rows(logits[rows], [sequences[row] for row in drawn])

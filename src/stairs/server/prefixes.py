@@ -134,7 +134,7 @@ class PrefixTable:
         assert self._bridge is not None
         with contextlib.suppress(OSError):
             os.utime(prefix.file)
-        definition = prefix.definition
+        definition, prefix.pinned = prefix.definition, None  # of an engine that is gone
         prefix.pinned = await self._bridge.pin(
             definition.name, prefix.tokens, salt=definition.salt, file=str(prefix.file)
         )

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
 
 __all__ = [
     "ChatRequest",
@@ -21,6 +21,7 @@ __all__ = [
     "SamplingFields",
     "TokenizeRequest",
     "Tool",
+    "too_deep",
 ]
 
 MAX_STOPS = 16
@@ -28,6 +29,28 @@ MAX_STOP_CHARS = 1024
 MAX_PROMPTS = 128
 MAX_TOOLS = 128
 MAX_MESSAGES = 10_000
+MAX_DEPTH = 100  # of free-form objects: what reads them on, reads them recursively
+
+
+def too_deep(value: Any) -> bool:
+    """Whether lists and objects in ``value`` nest more than ``MAX_DEPTH`` deep."""
+    level, depth = [value], 0
+    while level and depth <= MAX_DEPTH:
+        depth += 1
+        level = [
+            part
+            for item in level
+            if isinstance(item, dict | list)
+            for part in (item.values() if isinstance(item, dict) else item)
+        ]
+    return bool(level)
+
+
+def _shallow(value: dict[str, Any]) -> dict[str, Any]:
+    if too_deep(value):
+        raise ValueError(f"this is nested more than {MAX_DEPTH} deep")
+    return value
+
 
 Seed = Annotated[int, Field(ge=-(2**63), le=2**64 - 1)]
 Count = Annotated[int, Field(ge=0, le=2**31 - 1)]
@@ -36,9 +59,11 @@ Share = Annotated[float, Field(ge=0, le=1)]
 Penalty = Annotated[float, Field(ge=-2, le=2)]
 Bias = Annotated[float, Field(ge=-100, le=100)]
 StopText = Annotated[str, Field(min_length=1, max_length=MAX_STOP_CHARS)]
-Name = Annotated[str, Field(min_length=1, max_length=64, pattern=r"^[A-Za-z0-9_.-]+$")]
+# No dot first: ".." is a step up in a path, not a name.
+Name = Annotated[str, Field(min_length=1, max_length=64, pattern=r"^[A-Za-z0-9_-][A-Za-z0-9_.-]*$")]
 Salt = Annotated[str, Field(min_length=1, max_length=256)]
 LogprobCount = Annotated[int, Field(ge=0, le=20)]
+Object = Annotated[dict[str, Any], AfterValidator(_shallow)]
 Label = Annotated[str, Field(max_length=512)]
 
 
@@ -74,7 +99,7 @@ class SamplingFields(Body):
     min_tokens: Count = 0
     presence_penalty: Penalty = 0.0
     frequency_penalty: Penalty = 0.0
-    repetition_penalty: Annotated[float, Field(gt=0, le=100)] | None = None
+    repetition_penalty: Annotated[float, Field(ge=0.01, le=100)] | None = None
     logit_bias: (
         Annotated[dict[Annotated[str, Field(pattern=r"^\d{1,9}$")], Bias], Field(max_length=1024)]
         | None
@@ -83,7 +108,7 @@ class SamplingFields(Body):
     cache_salt: Salt | None = None
     # Without effect.
     user: Label | None = None
-    metadata: Annotated[dict[str, Any], Field(max_length=64)] | None = None
+    metadata: Annotated[Object, Field(max_length=64)] | None = None
     store: bool | None = None
     service_tier: Label | None = None
     safety_identifier: Label | None = None
@@ -152,7 +177,7 @@ class Message(Body):
 class JsonSchema(Body):
     name: Name
     description: str | None = None
-    schema_: Annotated[dict[str, Any], Field(alias="schema")] = {}
+    schema_: Annotated[Object, Field(alias="schema")] = {}
     strict: bool | None = None
 
 
@@ -170,7 +195,7 @@ class ResponseFormat(Body):
 class FunctionTool(Body):
     name: Name
     description: str | None = None
-    parameters: dict[str, Any] | None = None
+    parameters: Object | None = None
     strict: bool | None = None
 
 
@@ -190,7 +215,7 @@ class NamedTool(Body):
 
 Messages = Annotated[list[Message], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)]
 Tools = Annotated[list[Tool], Field(max_length=MAX_TOOLS)]
-TemplateKwargs = Annotated[dict[str, Any], Field(max_length=64)]
+TemplateKwargs = Annotated[Object, Field(max_length=64)]
 
 
 class ChatRequest(SamplingFields):

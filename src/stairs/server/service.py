@@ -99,8 +99,11 @@ class Service:
             )
         if self._system_prompt and all(message["role"] != "system" for message in messages):
             messages = [{"role": "system", "content": self._system_prompt}, *messages]
-        length = sum(len(str(message.get("content") or "")) for message in messages)
+        length = sum(map(_num_chars, messages))
         self._check_length(length, "messages")
+        described = sum(map(_num_chars, tools or ()))
+        self._check_length(described, "tools")
+        length += described
 
         def encode() -> list[int]:
             return self.tokenizer.encode_chat(
@@ -188,6 +191,17 @@ class Service:
             logit_bias=bias,
             **more,
         )
+
+
+def _num_chars(value: Any) -> int:
+    """Of all texts in a message or a tool, names of fields included: a template may write any."""
+    if isinstance(value, str):
+        return len(value)
+    if isinstance(value, Mapping):
+        return sum(_num_chars(key) + _num_chars(item) for key, item in value.items())
+    if isinstance(value, Sequence):
+        return sum(map(_num_chars, value))
+    return 1
 
 
 def message_dict(message: Message) -> dict[str, Any]:

@@ -17,7 +17,7 @@ from typing import Any
 
 from stairs.errors import InvalidRequestError
 from stairs.server.replies import ToolCall, ToolFunction
-from stairs.server.schemas import ChatRequest, FunctionTool, NamedTool
+from stairs.server.schemas import MAX_DEPTH, ChatRequest, FunctionTool, NamedTool, too_deep
 from stairs.text.tokenizer import Tokenizer
 
 __all__ = ["CallReader", "Form", "ToolUse", "form_of", "json_grammar"]
@@ -329,8 +329,10 @@ def _object(text: str, where: str) -> dict[str, Any]:
         value = json.loads(text or "{}")
     except (ValueError, RecursionError):
         value = None
-    if not isinstance(value, dict):
-        raise InvalidRequestError(f"{where} must be a JSON object as text", param=where)
+    if not isinstance(value, dict) or too_deep(value):
+        raise InvalidRequestError(
+            f"{where} must be a JSON object as text, at most {MAX_DEPTH} deep", param=where
+        )
     return value
 
 
