@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import heapq
-from collections import Counter
 
 import numpy as np
 import pytest
@@ -50,7 +49,7 @@ def cut(step: list[tuple[int, int]], group: int, **options: object) -> list[Cut]
 def test_every_row_s_keys_are_covered_once(
     step: list[tuple[int, int]], group: int, fixed: int | None, tiles: Tiles
 ) -> None:
-    seen: Counter[tuple[int, int, int]] = Counter()  # (sequence, row, key)
+    seen = [np.zeros((num_q * group, num_kv), dtype=np.int64) for num_q, num_kv in step]
     for one in cut(step, group, fixed_keys=fixed, tiles=tiles):
         for token, num_q, num_kv, row, first, last, _, seat in one.entries.tolist():
             if not num_q:
@@ -58,18 +57,13 @@ def test_every_row_s_keys_are_covered_once(
                 continue
             assert (num_q, num_kv) == step[seat]
             assert token == sum(q for q, _ in step[:seat])
-            for r in range(row, min(row + one.tile.rows, num_q * group)):
-                visible = num_kv - num_q + r // group + 1
-                for key in range(first, min(last, visible)):
-                    seen[seat, r, key] += 1
-    expected = {
-        (s, row, key)
-        for s, (num_q, num_kv) in enumerate(step)
-        for row in range(num_q * group)
-        for key in range(num_kv - num_q + row // group + 1)
-    }
-    assert set(seen) == expected
-    assert set(seen.values()) <= {1}
+            assert last <= num_kv
+            seen[seat][row : row + one.tile.rows, first:last] += 1
+    for counts, (num_q, num_kv) in zip(seen, step, strict=True):
+        rows = np.arange(num_q * group)[:, None] // group
+        visible = np.arange(num_kv) <= num_kv - num_q + rows
+        assert (counts[visible] == 1).all()
+        assert counts.max(initial=0) <= 1
 
 
 @settings(max_examples=60, deadline=None)
@@ -132,11 +126,11 @@ def test_a_mixed_batch_is_spread_evenly(heads: tuple[int, int, int], kind: str) 
         tiles = (*hopper_tiles(head_dim, group), tiles[1])
     options = {"kv_heads": kv_heads, "num_sms": 132, "tiles": tiles}
     (mixed,) = cut([(1, num_kv) for num_kv in MIXED], group, **options)
-    assert spread(mixed, kv_heads, 132) < 1.25
+    assert spread(mixed, kv_heads, 132) < (1.25 if kind == "triton" else 1.2)
     if kind == "hopper":
         for batch, num_kv in EQUAL[2:]:
             (equal,) = cut([(1, num_kv)] * batch, group, **options)
-            assert spread(equal, kv_heads, 132) < 1.3 or batch * num_kv <= 2**16
+            assert spread(equal, kv_heads, 132) < 1.05
 
 
 def test_persistent_programs_do_not_split_what_is_even() -> None:
@@ -146,6 +140,15 @@ def test_persistent_programs_do_not_split_what_is_even() -> None:
         assert one.starts is not None and len(one.starts) == 34
         assert len(one.merges) == num_merges
     assert one.num_partials <= 2 * 33
+
+
+def test_persistent_programs_of_a_lone_sequence() -> None:
+    """Not a piece shorter than asked for, not more parts than a merge reads well."""
+    tiles = (*hopper_tiles(128, 32), TALL)
+    for num_kv, most in ((1024, 8), (32768, 128), (131072, 128)):
+        (one,) = cut([(1, num_kv)], 32, kv_heads=1, num_sms=132, tiles=tiles)
+        assert one.most_partials == most
+        assert (one.entries[:most, 5] - one.entries[:most, 4] == num_kv // most).all()
 
 
 def test_rows_take_the_first_tile_that_holds_them() -> None:

@@ -109,12 +109,9 @@ def hopper_tiles(head_dim: int, group: int) -> tuple[HopperTile, ...]:
     which about 26 cover the memory's latency at full speed, and nothing spills.
     """
     padded = _padded(head_dim)
-    if padded <= 64:
-        tiles = HopperTile(16, 64, 3, per_sm=3), HopperTile(64, 64, 3, per_sm=3)
-    elif padded == 128:
-        tiles = HopperTile(16, 64, 3, per_sm=2), HopperTile(64, 64, 3, per_sm=2)
-    else:
-        tiles = HopperTile(16, 64, 3, per_sm=1), HopperTile(64, 32, 6, per_sm=1)
+    shape = {64: (64, 3, 3), 128: (64, 3, 2), 256: (64, 3, 1)}[max(64, padded)]
+    wide = (32, 6, 1) if padded > 128 else shape
+    tiles = HopperTile(16, *shape), HopperTile(64, *wide)
     return tiles if group <= 16 else tiles[1:]
 
 

@@ -36,6 +36,7 @@ __all__ = [
 Ints = NDArray[np.int32]
 Tiles = tuple[TritonTile | HopperTile, ...]  # by rows; the last takes what fits in none before
 
+MOST_PARTS = 128  # of a sequence, for persistent programs: a merge reads 64 at a time
 MIN_SPLIT = 128  # keys: below this a merge costs more than the split saves
 
 # token: the sequence's first row of q; row: the tile's first; keys first_key .. last_key of
@@ -184,16 +185,16 @@ def cut_programs(
 ) -> Cut:
     """Sequences (S,) of one tile of rows each, dealt to C = ``num_programs`` that run at once.
 
-    Program c runs entry c, empty where it has none, then entries starts[c] .. starts[c + 1]. All
-    tiles of keys stand in one line, which is cut in C equal parts; sequences stay whole where
-    that costs less than the merges. ``fixed_keys``, ``seats``, ``tokens``: as for ``cut_rows``.
+    Program c runs entry c, empty where it has none, then entries starts[c] .. starts[c + 1].
+    ``fixed_keys``, ``seats``, ``tokens``: as for ``cut_rows``.
     """
     if tokens is None:
         tokens = np.cumsum(num_q) - num_q
     seats = np.arange(len(num_q)) if seats is None else np.asarray(seats)
+    assert fixed_keys is None or fixed_keys % tile.keys == 0  # entries begin with a tile
     tiles = -(-num_kv // tile.keys)
     if fixed_keys is None:
-        owner, first, program = _equal_parts(
+        owner, first, program = _pieces(
             tiles,
             num_programs,
             -(-tile.min_keys // tile.keys),
@@ -222,21 +223,48 @@ def cut_programs(
     return _cut(tile, entries, merges, starts.astype(np.int32))
 
 
-def _equal_parts(
+Pieces = tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]
+
+
+def _pieces(
     tiles: NDArray[np.int64], num_programs: int, fewest: int, *, merge_cost: float
-) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
+) -> Pieces:
     """The pieces that sequences of ``tiles`` (S,) are cut in: whose, its first tile, its program.
 
-    No piece of a cut sequence is shorter than ``fewest`` tiles. A sequence that certainly shares
-    its program costs one tile more: its queries and results take time too.
+    Of whole sequences, equal parts of each, and equal parts of all in one line: where the busiest
+    program is done first. No piece of a cut sequence is shorter than ``fewest`` tiles.
     """
+    lone = np.arange(len(tiles))
+    # A sequence that certainly shares its program costs a tile more: its queries, its results.
     cost = tiles + (tiles * num_programs < tiles.sum())
-    whole = _dealt(cost, num_programs)
+    whole = lone, np.zeros_like(tiles), _dealt(cost, num_programs)
+    shortest = max(fewest, -(-int(tiles.max()) // MOST_PARTS))
+    used = max(1, min(num_programs, int(cost.sum()) // shortest))
+    if _busiest(tiles, whole) <= cost.sum() / used + merge_cost:
+        return whole
+    ways = [whole, _in_line(tiles, cost, used, fewest)]
+    size = max(-(-int(tiles.sum()) // used), fewest)
+    splits = -(-tiles // size)
+    if splits.sum() <= num_programs:
+        owner = np.repeat(lone, splits)
+        part = np.arange(len(owner)) - np.repeat(np.cumsum(splits) - splits, splits)
+        ways.append((owner, part * (-(-tiles // splits))[owner], np.arange(len(owner))))
+    costs = [_busiest(tiles, way) + merge_cost * (len(way[0]) > len(tiles)) for way in ways]
+    return ways[int(np.argmin(costs))]
+
+
+def _busiest(tiles: NDArray[np.int64], pieces: Pieces) -> float:
+    """Tiles of the program that has most, one more for each piece after its first."""
+    owner, first, program = pieces
+    ends = np.append(owner[1:] != owner[:-1], True)
+    last = np.where(ends, tiles[owner], np.append(first[1:], 0))
+    return float(np.bincount(program, last - first + 1).max()) - 1
+
+
+def _in_line(tiles: NDArray[np.int64], cost: NDArray[np.int64], used: int, fewest: int) -> Pieces:
+    """All tiles in one line, cut in ``used`` parts of equal cost."""
     end = np.cumsum(cost)
-    used = max(1, min(num_programs, int(end[-1]) // fewest))
-    if np.bincount(whole, cost).max() <= end[-1] / used + merge_cost:
-        return np.arange(len(tiles)), np.zeros_like(tiles), whole
-    cuts = np.arange(1, used) * end[-1] // used  # places in the line of all tiles
+    cuts = np.arange(1, used) * end[-1] // used
     sequence = np.searchsorted(end, cuts, side="right")
     inside = cuts - (end - tiles)[sequence]
     near_end = tiles[sequence] - inside < fewest
@@ -247,8 +275,7 @@ def _equal_parts(
     cuts = sequence * stride + inside
     begins = np.unique(np.append(cuts, np.arange(len(tiles)) * stride))
     begins = begins[begins < len(tiles) * stride]
-    program = np.searchsorted(cuts, begins, side="right")
-    return begins // stride, begins % stride, program
+    return begins // stride, begins % stride, np.searchsorted(cuts, begins, side="right")
 
 
 def _dealt(cost: NDArray[np.int64], num_programs: int) -> NDArray[np.int64]:
