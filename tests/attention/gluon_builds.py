@@ -23,6 +23,7 @@ DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 BOX_ROWS = {"q": 64, "o": 64}  # of the others: the tile's keys
 POINTERS = {"lse": "fp32", "tiles": "i32", "cu_q": "i32", "cu_kv": "i32"}
 SHARED_LIMIT = 227 * 1024
+IS_36 = triton.__version__.startswith("3.6.")
 
 
 class Build(Protocol):
@@ -128,24 +129,55 @@ def swept() -> Iterator[Build]:
 
 @dataclass(frozen=True)
 class Assembled:
+    """What Triton's ptxas makes of a kernel's PTX."""
+
     spilled: int  # bytes, stored
-    is_serial: bool  # ptxas put the products of one warpgroup one after the other
+    spilled_in_loops: int  # instructions that store or load them in a loop of products
+    is_serial: bool  # the products of one warpgroup wait for each other
     register_splits: frozenset[int]  # what setmaxnreg asks for
+    loops: tuple[int, ...]  # instructions of each innermost loop of products
 
     @classmethod
     def of(cls, kernel: Any) -> Assembled:
-        """What Triton's ptxas says of ``kernel``'s PTX."""
-        ptx = kernel.asm["ptx"]
-        ptxas = Path(triton.__file__).parent / "backends/nvidia/bin/ptxas"
+        tools = Path(triton.__file__).parent / "backends/nvidia/bin"
         with tempfile.TemporaryDirectory() as folder:
-            path = Path(folder) / "kernel.ptx"
-            path.write_text(ptx)
-            log = subprocess.run(
-                [ptxas, "-arch=sm_90a", "-v", path, "-o", f"{folder}/kernel.cubin"],
-                capture_output=True, text=True, check=True,
-            ).stderr  # fmt: skip
+            ptx, cubin = (Path(folder) / name for name in ("kernel.ptx", "kernel.cubin"))
+            ptx.write_text(kernel.asm["ptx"])
+            ptxas = tools / ("ptxas" if IS_36 else "ptxas-blackwell")  # whichever Triton takes
+            log = _run(ptxas, "-arch=sm_90a", "-v", ptx, "-o", cubin)
+            code = _run(tools / "nvdisasm", "-c", cubin)
+        loops = list(_loops(code))
         return cls(
             sum(int(found) for found in re.findall(r"(\d+) bytes spill stores", log)),
+            sum(line.startswith(("STL", "LDL")) for loop in loops for line in loop),
             any(code in log for code in ("C7508", "C7510", "C7512")) or "serialized" in log,
-            frozenset(int(found) for found in re.findall(r"setmaxnreg\S*\s+(\d+)", ptx)),
+            frozenset(int(n) for n in re.findall(r"setmaxnreg\S*\s+(\d+)", kernel.asm["ptx"])),
+            tuple(len(loop) for loop in loops),
         )
+
+
+def _run(*command: Any) -> str:
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    return done.stdout + done.stderr
+
+
+def _loops(code: str) -> Iterator[list[str]]:
+    """Instructions of the innermost loops that hold products, from a listing by nvdisasm."""
+    labels: dict[str, int] = {}
+    lines: list[str] = []
+    found: list[range] = []
+    for line in code.splitlines():
+        if label := re.match(r"(\.L_\w+):", line):
+            labels[label[1]] = len(lines)
+        elif instruction := re.match(r"\s+/\*[0-9a-f]+\*/\s+(@\S+\s+)?(.*?);", line):
+            lines.append(instruction[2])
+            target = re.search(r"^BRA\b.*\((\.L_\w+)\)", lines[-1])
+            # Without a condition it is the way back from a wait, which lies behind the program.
+            if instruction[1] and target and target[1] in labels:
+                loop = range(labels[target[1]], len(lines))
+                if any(lines[i].startswith("HGMMA") for i in loop) and not any(
+                    loop[0] <= other[0] and other[-1] <= loop[-1] for other in found
+                ):
+                    found.append(loop)
+    for loop in found:
+        yield [lines[i] for i in loop]

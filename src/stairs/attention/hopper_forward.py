@@ -45,6 +45,8 @@ FAR = 2**30  # a window's side that is open
 BOX = gl.constexpr(gl.NVMMASharedLayout(128, 16, 2))
 BOXES = gl.NVMMASharedLayout(128, 16, 4)
 FIELDS = gl.constexpr(RECORD)
+SIZES = ["num_q", "num_kv", "left", "right", "heads", "group", "together", "row_tiles",
+         "num_tiles", "programs", "head_dim", "total_q"]  # fmt: skip
 
 
 @gluon.constexpr_function
@@ -85,9 +87,8 @@ def release(empty, stage, barrier: gl.constexpr, CONSUMERS: gl.constexpr):
 
 
 @gluon.jit
-def num_rounds(num_tiles, RAGGED: gl.constexpr, RIGHT: gl.constexpr):
+def num_rounds(num_tiles, programs, RAGGED: gl.constexpr, RIGHT: gl.constexpr):
     """How many tiles of rows this program takes."""
-    programs = gl.num_programs(0)
     mine = gl.program_id(0)
     if RAGGED:
         mine = gl.where(num_tiles // programs % 2 == 0, mine, programs - 1 - mine)
@@ -98,11 +99,10 @@ def num_rounds(num_tiles, RAGGED: gl.constexpr, RIGHT: gl.constexpr):
 
 
 @gluon.jit
-def locate(r, tiles, num_q, num_kv, heads, together, row_tiles, BM: gl.constexpr,
+def locate(r, tiles, num_q, num_kv, heads, together, row_tiles, programs, BM: gl.constexpr,
            RAGGED: gl.constexpr, RIGHT: gl.constexpr):  # fmt: skip
     """The r-th tile of rows of this program: box, head, first row in its sequence, and the
     sequence's first row and number of rows in q, and in k."""
-    programs = gl.num_programs(0)
     mine = gl.program_id(0)
     if RAGGED:
         # Longest first, there and back: each program gets long ones and short ones.
@@ -131,7 +131,9 @@ def producer(
 ):  # fmt: skip
     q_tiles, k_tiles, v_tiles, o_tiles = memory
     q_full, q_empty, k_full, k_empty, v_full, v_empty, clean = barriers
-    tiles, num_q, num_kv, left, right, heads, group, together, row_tiles, num_tiles = problem
+    tiles, num_q, num_kv, left, right, heads, group, together, row_tiles, num_tiles, programs = (
+        problem
+    )
     BM: gl.constexpr = 64 * CONSUMERS
     BYTES: gl.constexpr = BN * BD * 2
     if RAGGED:
@@ -139,9 +141,9 @@ def producer(
     stage = 0
     phase = 0
     q_phase = 0
-    for r in range(num_rounds(num_tiles, RAGGED, RIGHT)):
+    for r in range(num_rounds(num_tiles, programs, RAGGED, RIGHT)):
         box, head, row0, first_q, rows, first_kv, keys = locate(
-            r, tiles, num_q, num_kv, heads, together, row_tiles, BM, RAGGED, RIGHT
+            r, tiles, num_q, num_kv, heads, together, row_tiles, programs, BM, RAGGED, RIGHT
         )
         first, clear, full, end = stretches(row0, rows, keys, left, right, BM, BN, RIGHT, LEFT)
         kv_head = head // group
@@ -177,8 +179,8 @@ def producer(
 
 @gluon.jit
 def step(
-    q, memory, barriers, w, acc, m, l, stage, phase, j, first_seen, last_seen, scale, inner,
-    c: gl.constexpr, MASKED: gl.constexpr, LEFT: gl.constexpr, CAPPED: gl.constexpr,
+    q, memory, barriers, w, acc, m, l, stage, phase, j, edges, scale, inner, c: gl.constexpr,
+    MASKED: gl.constexpr, RIGHT: gl.constexpr, LEFT: gl.constexpr, CAPPED: gl.constexpr,
     BN: gl.constexpr, STAGES: gl.constexpr, CONSUMERS: gl.constexpr, TURNS: gl.constexpr,
     K_FREE: gl.constexpr, V_FREE: gl.constexpr, DTYPE: gl.constexpr, S_LAYOUT: gl.constexpr,
     O_LAYOUT: gl.constexpr, QUADS: gl.constexpr,
@@ -206,7 +208,7 @@ def step(
     s = warpgroup_mma_wait(1, deps=[scores])
     release(k_empty, next_stage, K_FREE, CONSUMERS)
     s, m, keep, sums = weights(
-        s, m, j, first_seen, last_seen, scale, inner, BN, MASKED, LEFT, CAPPED, S_LAYOUT, QUADS
+        s, m, j, edges, scale, inner, BN, MASKED, RIGHT, LEFT, CAPPED, S_LAYOUT, QUADS
     )
     kept = gl.convert_layout(keep, gl.SliceLayout(1, SUMS), assert_trivial=True)
     l = l * kept[:, None] + sums
@@ -250,14 +252,15 @@ def consumer(
 ):  # fmt: skip
     q_tiles, k_tiles, v_tiles, o_tiles = memory
     q_full, q_empty, k_full, k_empty, v_full, v_empty, clean = barriers
-    tiles, num_q, num_kv, left, right, heads, group, together, row_tiles, num_tiles = problem
+    tiles, num_q, num_kv, left, right, heads, group, together, row_tiles, num_tiles, programs = (
+        problem
+    )
     DTYPE: gl.constexpr = gl.bfloat16 if BFLOAT else gl.float16
     BM: gl.constexpr = 64 * CONSUMERS
     S_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BN, 16])
     O_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BD, 16])
     ROWS: gl.constexpr = gl.SliceLayout(1, S_LAYOUT)
     QUADS: gl.constexpr = quads_layout(BN)
-    SEEN: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(2, gl.SliceLayout(3, QUADS)))
     if RAGGED:
         num_tiles = gl.load(tiles) * heads
     stage = 0
@@ -270,18 +273,14 @@ def consumer(
         for i in range(STAGES):  # all stages are free
             numbered_arrive(K_FREE + i, all_threads(CONSUMERS))
             numbered_arrive(V_FREE + i, all_threads(CONSUMERS))
-    for r in range(num_rounds(num_tiles, RAGGED, RIGHT)):
+    for r in range(num_rounds(num_tiles, programs, RAGGED, RIGHT)):
         box, head, row0, first_q, rows, first_kv, keys = locate(
-            r, tiles, num_q, num_kv, heads, together, row_tiles, BM, RAGGED, RIGHT
+            r, tiles, num_q, num_kv, heads, together, row_tiles, programs, BM, RAGGED, RIGHT
         )
         first, clear, full, end = stretches(row0, rows, keys, left, right, BM, BN, RIGHT, LEFT)
-        # Clamped first, so that no sum of a thread's row and the call's sizes lives all along.
-        row = gl.arange(0, 64, SEEN)
         place = row0 + c * 64 + keys - rows
-        last_seen = gl.zeros([64], gl.int32, SEEN) + (keys - 1)
-        if RIGHT:
-            last_seen = gl.minimum(last_seen, row + gl.minimum(place + right, keys))
-        first_seen = row + gl.maximum(place - left, -64)
+        # Clamped, so that no sum of a thread's row and the call's sizes lives all along.
+        edges = (gl.maximum(place - left, -64), gl.minimum(place + right, keys), keys)
         q = q_tiles.index(c)
 
         mbarrier.wait(k_full.index(stage), phase)
@@ -294,7 +293,7 @@ def consumer(
         release(k_empty, stage, K_FREE, CONSUMERS)
         m = gl.full([64], float("-inf"), gl.float32, ROWS)
         s, m, keep, l = weights(
-            s, m, end - 1, first_seen, last_seen, scale, inner, BN, CUT, LEFT, CAPPED, S_LAYOUT,
+            s, m, end - 1, edges, scale, inner, BN, CUT, RIGHT, LEFT, CAPPED, S_LAYOUT,
             QUADS,
         )  # fmt: skip
         w = pack_pairs(s, 64, BN, DTYPE)
@@ -310,21 +309,21 @@ def consumer(
         if RIGHT:
             for j in range(end - 2, full - 1, -1):
                 w, acc, m, l, stage, phase = step(
-                    q, memory, barriers, w, acc, m, l, stage, phase, j, first_seen, last_seen,
-                    scale, inner, c, True, LEFT, CAPPED, BN, STAGES, CONSUMERS, TURNS, K_FREE,
+                    q, memory, barriers, w, acc, m, l, stage, phase, j, edges, scale,
+                    inner, c, True, RIGHT, LEFT, CAPPED, BN, STAGES, CONSUMERS, TURNS, K_FREE,
                     V_FREE, DTYPE, S_LAYOUT, O_LAYOUT, QUADS,
                 )  # fmt: skip
         for j in range(gl.minimum(full, end - 1) - 1, clear - 1, -1):
             w, acc, m, l, stage, phase = step(
-                q, memory, barriers, w, acc, m, l, stage, phase, j, first_seen, last_seen, scale,
-                inner, c, False, LEFT, CAPPED, BN, STAGES, CONSUMERS, TURNS, K_FREE, V_FREE,
+                q, memory, barriers, w, acc, m, l, stage, phase, j, edges, scale, inner,
+                c, False, RIGHT, LEFT, CAPPED, BN, STAGES, CONSUMERS, TURNS, K_FREE, V_FREE,
                 DTYPE, S_LAYOUT, O_LAYOUT, QUADS,
             )  # fmt: skip
         if LEFT:
             for j in range(gl.minimum(clear, end - 1) - 1, first - 1, -1):
                 w, acc, m, l, stage, phase = step(
-                    q, memory, barriers, w, acc, m, l, stage, phase, j, first_seen, last_seen,
-                    scale, inner, c, True, LEFT, CAPPED, BN, STAGES, CONSUMERS, TURNS, K_FREE,
+                    q, memory, barriers, w, acc, m, l, stage, phase, j, edges, scale,
+                    inner, c, True, RIGHT, LEFT, CAPPED, BN, STAGES, CONSUMERS, TURNS, K_FREE,
                     V_FREE, DTYPE, S_LAYOUT, O_LAYOUT, QUADS,
                 )  # fmt: skip
         if SPARE:
@@ -371,11 +370,10 @@ def consumer(
     store_wait(0)
 
 
-@gluon.jit(do_not_specialize=["num_q", "num_kv", "left", "right", "heads", "group", "together",
-                              "row_tiles", "num_tiles", "head_dim", "total_q"])  # fmt: skip
+@gluon.jit(do_not_specialize=SIZES)
 def forward_kernel(
     q, k, v, o, out, lse, tiles, scale, inner, num_q, num_kv, left, right, heads, group, together,
-    row_tiles, num_tiles, head_dim, total_q, BN: gl.constexpr, BD: gl.constexpr,
+    row_tiles, num_tiles, programs, head_dim, total_q, BN: gl.constexpr, BD: gl.constexpr,
     STAGES: gl.constexpr, CONSUMERS: gl.constexpr, REGISTERS: gl.constexpr, TURNS: gl.constexpr,
     K_FREE: gl.constexpr, V_FREE: gl.constexpr, SPARE: gl.constexpr, RAGGED: gl.constexpr,
     RIGHT: gl.constexpr, LEFT: gl.constexpr, CUT: gl.constexpr, CAPPED: gl.constexpr,
@@ -412,7 +410,19 @@ def forward_kernel(
     fence_async_shared()
     memory = (q_tiles, k_tiles, v_tiles, o_tiles)
     barriers = (q_full, q_empty, k_full, k_empty, v_full, v_empty, clean)
-    problem = (tiles, num_q, num_kv, left, right, heads, group, together, row_tiles, num_tiles)
+    problem = (
+        tiles,
+        num_q,
+        num_kv,
+        left,
+        right,
+        heads,
+        group,
+        together,
+        row_tiles,
+        num_tiles,
+        programs,
+    )
     C0: gl.constexpr = 0
     C1: gl.constexpr = 1
     C2: gl.constexpr = 2
@@ -513,10 +523,12 @@ def hopper_forward(
         has_left=has_left, is_cut=num_kv % tile.keys > 0, is_capped=softcap > 0,
         returns_lse=return_lse,
     )  # fmt: skip
-    forward_kernel[(min(num_sms, num_tiles),)](
+    programs = min(num_sms, num_tiles)
+    forward_kernel[(programs,)](
         _boxes(q, 64), _boxes(k, tile.keys), _boxes(v, tile.keys), _boxes(out, 64), out, lse,
         tiles, (softcap or scale) * LOG2_E, scale / softcap if softcap else 0.0, num_q, num_kv,
-        left, right, heads, heads // kv_heads, together, row_tiles, num_tiles, head_dim, num_q,
+        left, right, heads, heads // kv_heads, together, row_tiles, num_tiles, programs, head_dim,
+        num_q,
         **fixed, num_warps=4, enable_fp_fusion=True,
     )  # fmt: skip
     return out, lse

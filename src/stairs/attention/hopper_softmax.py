@@ -37,19 +37,25 @@ def capped(s, inner):
 
 
 @gluon.jit
-def masked(s, j, first_seen, last_seen, BN: gl.constexpr, LEFT: gl.constexpr,
+def masked(s, j, edges, BN: gl.constexpr, RIGHT: gl.constexpr, LEFT: gl.constexpr,
            S_LAYOUT: gl.constexpr, QUADS: gl.constexpr):  # fmt: skip
-    """Keys outside first_seen .. last_seen (64,) to -inf. Column 8 i + 2 k + h of the quads is a
-    constant of its register but for the lane k, so that comparing takes no registers."""
+    """Keys that a row does not see to -inf: row r sees the first ``stop``, none below
+    ``left + r`` and none over ``right + r``. Column 8 i + 2 k + h of the quads is a constant of
+    its register but for the lane k, so that comparing takes no registers."""
+    left, right, stop = edges
     FLAT: gl.constexpr = gl.SliceLayout(3, QUADS)
     i = gl.arange(0, BN // 8, gl.SliceLayout(0, gl.SliceLayout(2, FLAT)))
     k = gl.arange(0, 4, gl.SliceLayout(0, gl.SliceLayout(1, FLAT)))
     h = gl.arange(0, 2, gl.SliceLayout(0, gl.SliceLayout(1, gl.SliceLayout(2, QUADS))))
     place = i[None, :, None, None] * 8 + h[None, None, None, :]
-    lane = j * BN + k[None, None, :, None] * 2
-    seen = place <= last_seen[:, None, None, None] - lane
+    row = gl.arange(0, 64, gl.SliceLayout(1, gl.SliceLayout(2, FLAT)))
+    row = row[:, None, None, None] - k[None, None, :, None] * 2
+    last = stop - 1 - j * BN - k[None, None, :, None] * 2
+    if RIGHT:
+        last = gl.minimum(last, row + (right - j * BN))
+    seen = place <= last
     if LEFT:
-        seen = seen & (place >= first_seen[:, None, None, None] - lane)
+        seen = seen & (place >= row + (left - j * BN))
     quads = gl.convert_layout(s.reshape([64, BN // 8, 4, 2]), QUADS, assert_trivial=True)
     kept = gl.where(seen, quads, float("-inf"))
     return gl.convert_layout(kept.reshape([64, BN]), S_LAYOUT, assert_trivial=True)
@@ -57,7 +63,7 @@ def masked(s, j, first_seen, last_seen, BN: gl.constexpr, LEFT: gl.constexpr,
 
 @gluon.jit
 def weights(
-    s, m, j, first_seen, last_seen, scale, inner, BN: gl.constexpr, MASKED: gl.constexpr,
+    s, m, j, edges, scale, inner, BN: gl.constexpr, MASKED: gl.constexpr, RIGHT: gl.constexpr,
     LEFT: gl.constexpr, CAPPED: gl.constexpr, S_LAYOUT: gl.constexpr, QUADS: gl.constexpr,
 ):  # fmt: skip
     """exp2((s - new maximum) * scale), the new maximum, what old terms keep, and sums (64, 4) over
@@ -65,7 +71,7 @@ def weights(
     if CAPPED:
         s = capped(s, inner)
     if MASKED:
-        s = masked(s, j, first_seen, last_seen, BN, LEFT, S_LAYOUT, QUADS)
+        s = masked(s, j, edges, BN, RIGHT, LEFT, S_LAYOUT, QUADS)
     peak = gl.maximum(m, gl.max(s, 1))
     if MASKED:
         base = gl.where(peak == float("-inf"), 0.0, peak) * scale
