@@ -9,12 +9,22 @@ import signal
 import subprocess
 import sys
 import threading
+import time
+from collections.abc import Callable
 from pathlib import Path
 
 import httpx
 import openai
 
 ROOT = Path(__file__).parents[1]
+
+
+def wait_until(holds: Callable[[], bool], *, seconds: float = 120) -> None:
+    """Far longer than it should take: what runs this may be busy with other things."""
+    deadline = time.monotonic() + seconds
+    while not holds():
+        assert time.monotonic() < deadline, f"still not so after {seconds:g} s"
+        time.sleep(0.005)
 
 
 class Server:

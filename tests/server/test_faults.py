@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from server_process import Server
+from server_process import Server, wait_until
 
 BLOCK = 16
 CONTEXT = 4096  # of the tiny model; the pool holds 64 blocks = 1024 tokens
@@ -47,11 +47,8 @@ def streamed(server: Server, body: dict, path: str = "/v1/completions") -> list[
 
 def wait_idle(server: Server) -> None:
     """Until nothing runs; then no request holds a block."""
-    for _ in range(1000):
-        if server.metric("vllm:num_requests_running") == 0:
-            assert server.metric("vllm:kv_cache_usage_perc") == 0
-            return
-    raise AssertionError("something still runs")
+    wait_until(lambda: server.metric("vllm:num_requests_running") == 0)
+    assert server.metric("vllm:kv_cache_usage_perc") == 0
 
 
 # -- prefix cache -------------------------------------------------------------------------------
@@ -240,8 +237,7 @@ def test_a_client_that_hangs_up_ends_its_request(server: Server, stream: bool) -
         head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: {len(data)}\r\n"
         head += "Content-Type: application/json\r\n\r\n"
         connection.sendall(head.encode() + data)
-        while server.metric("vllm:num_requests_running") == 0:
-            pass
+        wait_until(lambda: server.metric("vllm:num_requests_running") > 0)
     wait_idle(server)
     assert server.metric("vllm:request_success_total", finished_reason="abort") == aborted + 1
 

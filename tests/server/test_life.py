@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import json
 import os
+import shutil
 import signal
 import threading
 from collections.abc import Iterator
@@ -13,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from server_process import Server
+from server_process import Server, wait_until
 
 HOUSE = "You keep the light of a lighthouse. " * 3
 KEY = {"Authorization": "Bearer secret"}
@@ -27,12 +28,12 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def start(model: Path, files: Path) -> Server:
+def start(model: Path, files: Path, *, kept: Path) -> Server:
     return Server(
         model,
         *("--system-prompt", str(files / "house.txt")),
         *("--prefix-raw", f"raw={files / 'raw.txt'}"),
-        *("--prefix-folder", str(files / "kept")),
+        *("--prefix-folder", str(kept)),
         *("--api-key", "secret", "--api-key", "other", "--allowed-origins", "http://page"),
         *("--num-gpu-blocks-override", "128", "--log-format", "json"),
     )
@@ -40,7 +41,7 @@ def start(model: Path, files: Path) -> Server:
 
 @pytest.fixture(scope="module")
 def guarded(tiny_model: Path, files: Path) -> Iterator[Server]:
-    server = start(tiny_model, files).wait_ready()
+    server = start(tiny_model, files, kept=files / "kept").wait_ready()
     server.http.headers.update(KEY)
     yield server
     server.stop()
@@ -126,6 +127,15 @@ def test_a_prefix_has_a_name_that_can_stand_in_a_path(guarded: Server, name: str
     assert reply.status_code == 400 and reply.json()["error"]["param"] == "name"
 
 
+def test_a_prefix_beyond_the_context_is_refused_before_it_is_encoded(guarded: Server) -> None:
+    message = {"role": "system", "content": "l" * 150_000}
+    for body in ({"prompt": "l" * 150_000}, {"messages": [message]}):
+        reply = guarded.http.post("/v1/prefixes", json={"name": "long"} | body)
+        error = reply.json()["error"]
+        assert reply.status_code == 400 and error["code"] == "context_length_exceeded"
+        assert "characters" in error["message"]
+
+
 def test_a_pinned_prefix_survives_traffic_that_fills_the_pool(guarded: Server) -> None:
     for i in range(8):
         body = {"prompt": chr(97 + i) * 700, "max_tokens": 1}
@@ -142,6 +152,7 @@ def test_prefixes_have_a_budget(guarded: Server) -> None:
 
 
 def test_when_the_engine_dies_everyone_is_told_and_it_comes_back(guarded: Server) -> None:
+    restarts = guarded.metric("stairs:engine_restarts_total")
     body = {"prompt": "k" * 20, "max_tokens": 1000, "ignore_eos": True}
     running = threading.Barrier(3, timeout=60)
 
@@ -160,8 +171,7 @@ def test_when_the_engine_dies_everyone_is_told_and_it_comes_back(guarded: Server
     with ThreadPoolExecutor(3) as pool:
         streamed = pool.submit(stream)
         wholes = [pool.submit(whole, i) for i in range(2)]
-        while guarded.metric("vllm:num_requests_running") < 3:
-            pass
+        wait_until(lambda: guarded.metric("vllm:num_requests_running") == 3)
         os.kill(guarded.engine_pid(), signal.SIGKILL)
         for answer in wholes:
             reply = answer.result()
@@ -171,17 +181,20 @@ def test_when_the_engine_dies_everyone_is_told_and_it_comes_back(guarded: Server
         last = json.loads(streamed.result()[-1].removeprefix("data: "))
         assert last["error"]["code"] == "engine_dead"
 
-    health = guarded.http.get("/health")
-    while health.json()["status"] == "restarting":
-        assert health.status_code == 503 and "SIGKILL" in health.json()["reason"]
+    def ready() -> bool:
         health = guarded.http.get("/health")
-    assert health.json() == {"status": "ready", "reason": None}
+        if health.status_code == 503:
+            assert health.json()["status"] == "restarting"
+            assert "SIGKILL" in health.json()["reason"]
+        return health.json() == {"status": "ready", "reason": None}
+
+    wait_until(ready)
     sources = {
         one["name"]: one["source"] for one in guarded.http.get("/v1/prefixes").json()["data"]
     }
     assert sources == {"system-prompt": "file", "raw": "file"}  # read, not computed again
     assert cached(chat(guarded, USER)) >= 96
-    assert guarded.metric("stairs:engine_restarts_total") == 1
+    assert guarded.metric("stairs:engine_restarts_total") == restarts + 1
 
 
 def test_the_engine_does_not_outlive_its_parent(tiny_model: Path) -> None:
@@ -189,33 +202,49 @@ def test_the_engine_does_not_outlive_its_parent(tiny_model: Path) -> None:
     engine = server.engine_pid()
     server.process.kill()
     server.stop()
-    while True:
+
+    def gone() -> bool:
         try:
             os.kill(engine, 0)
-        except ProcessLookupError:
-            break
-        if "Z" in Path(f"/proc/{engine}/stat").read_text().split(")")[-1].split()[:1]:
-            break  # nobody reaps it here
+            stat = Path(f"/proc/{engine}/stat").read_text()
+        except (ProcessLookupError, FileNotFoundError):
+            return True
+        return stat.split(")")[-1].split()[0] == "Z"  # nobody reaps it here
+
+    wait_until(gone)
+
+
+def test_it_ends_while_it_waits_to_start_an_engine_again(tiny_model: Path, tmp_path: Path) -> None:
+    """Its model is gone, so each attempt fails and the next one is further away."""
+    folder = shutil.copytree(tiny_model, tmp_path / "model")
+    server = Server(folder, "--num-gpu-blocks-override", "16").wait_ready()
+    (folder / "config.json").rename(folder / "gone.json")
+    os.kill(server.engine_pid(), signal.SIGKILL)
+    server.wait_line("starting it again in 2 s")
+    assert server.http.get("/health").json()["status"] == "restarting"
+    assert server.stop() == 0
 
 
 def test_ctrl_c_drains_and_added_prefixes_return(
-    guarded: Server, tiny_model: Path, files: Path
+    tiny_model: Path, files: Path, tmp_path: Path
 ) -> None:
+    first = start(tiny_model, files, kept=tmp_path).wait_ready()
+    first.http.headers.update(KEY)
     added = {"name": "kept", "messages": [{"role": "system", "content": "s" * 40}]}
-    assert guarded.http.post("/v1/prefixes", json=added).json()["source"] == "computed"
+    assert first.http.post("/v1/prefixes", json=added).json()["source"] == "computed"
     body = {"prompt": "d", "max_tokens": 400, "ignore_eos": True, "stream": True}
-    with guarded.http.stream("POST", "/v1/completions", json=body) as reply:
+    with first.http.stream("POST", "/v1/completions", json=body) as reply:
         lines = reply.iter_lines()
         next(lines)
-        guarded.process.send_signal(signal.SIGINT)
+        first.process.send_signal(signal.SIGINT)
         rest = [line for line in lines if line]
     assert rest[-1] == "data: [DONE]" and '"finish_reason":"length"' in rest[-2]
-    assert guarded.stop() == 0
-    for line in guarded.log:
+    assert first.stop() == 0
+    for line in first.log:
         if line.startswith("{"):
             assert {"time", "level", "message"} <= json.loads(line).keys()
 
-    again = start(tiny_model, files).wait_ready()
+    again = start(tiny_model, files, kept=tmp_path).wait_ready()
     again.http.headers.update(KEY)
     prefixes = {one["name"]: one for one in again.http.get("/v1/prefixes").json()["data"]}
     assert prefixes.keys() == {"system-prompt", "raw", "kept"}

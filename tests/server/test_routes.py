@@ -6,7 +6,7 @@ import re
 import time
 
 import stairs
-from server_process import Server
+from server_process import Server, wait_until
 from stairs.server import wire
 from stairs.server.app import PAGE
 from stairs.server.metrics import Metrics
@@ -93,6 +93,14 @@ def test_a_client_cannot_grow_the_metrics_by_naming_methods(server: Server) -> N
     assert 'http_requests_total{handler="/health",method="any",status="405"}' in page
     assert not re.search("BREW|WHEN|PROPFIND|nowhere", page)
     assert server.metric("http_request_duration_seconds_count", handler="/health") > 0
+
+
+def test_a_path_forges_no_line_of_the_log(server: Server) -> None:
+    server.http.get("/no%0A12:00:00 error: forged")
+    server.http.get("/version")
+    wait_until(lambda: any("/version" in line for line in server.log))
+    (line,) = (line for line in server.log if "forged" in line)
+    assert "GET /no%0A12:00:00%20error:%20forged 404" in line
 
 
 def test_the_log_line_says_what_runs_and_is_silent_when_nothing_does() -> None:

@@ -6,14 +6,13 @@ import asyncio
 import contextlib
 import os
 import signal
-import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import httpx
 import pytest
 
-from server_process import Server
+from server_process import Server, wait_until
 from stairs.errors import ConfigError
 from stairs.server.options import ServeOptions
 from stairs.server.watchdog import Watchdog
@@ -171,11 +170,13 @@ def test_a_stopped_engine_is_told_ended_and_started_again(tiny_model: Path) -> N
                 assert error["code"] == "engine_dead"
                 assert "no sign of life for 12 s" in error["message"]
                 assert "--watchdog-timeout" in error["message"]
-        deadline = time.monotonic() + 120
-        while (health := server.http.get("/health")).status_code == 503:
-            assert "no sign of life" in health.json()["reason"]
-            assert time.monotonic() < deadline
-            time.sleep(0.05)
+
+        def ready() -> bool:
+            health = server.http.get("/health")
+            assert health.status_code == 200 or "no sign of life" in health.json()["reason"]
+            return health.status_code == 200
+
+        wait_until(ready)
         assert server.engine_pid() != stopped
         assert server.http.post("/v1/completions", json=body).status_code == 200
         assert server.metric("stairs:engine_restarts_total") == 1

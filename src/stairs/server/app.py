@@ -156,7 +156,7 @@ def _add_text(app: FastAPI, service: Service) -> None:
     async def detokenize(body: DetokenizeRequest) -> Response:
         """The text of ids, control tokens included."""
         service.check_model(body.model)
-        return Reply(replies.Text(service.decode(body.tokens)))
+        return Reply(replies.Text(await service.decode(body.tokens)))
 
 
 def _add_prefixes(app: FastAPI, service: Service) -> None:
@@ -184,7 +184,8 @@ def _add_prefixes(app: FastAPI, service: Service) -> None:
         messages = [message_dict(message) for message in body.messages or ()] or None
         service.bridge.ready()
         definition = Definition(body.name, messages, body.prompt, body.cache_salt)
-        return Reply(reply(await service.prefixes.add(definition)))
+        prefix = await service.prepare_prefix(definition)
+        return Reply(reply(await service.prefixes.add(prefix)))
 
     @app.delete("/v1/prefixes/{name}", **documented(replies.PrefixReply))
     async def delete_prefix(name: str) -> Response:

@@ -8,6 +8,7 @@ dies get the same. It is ready once its pinned prefixes are. One that hangs is k
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import itertools
 import logging
 import time
@@ -67,6 +68,7 @@ class Bridge:
         self._by_engine: dict[int, Running] = {}  # by the engine's
         self._pins: dict[int, asyncio.Future[wire.Pinned]] = {}
         self._loaded = asyncio.Event()
+        self._stopping = asyncio.Event()
         self.became_ready = asyncio.Event()  # for the first time
         self._failed: wire.Failed | None = None
         self._was_ready = False  # the engine that runs now
@@ -233,7 +235,9 @@ class Bridge:
                 raise self._load_error(reason)
             pause = 0.0 if was_ready else min(max(1.0, pause * 2), _LONGEST_PAUSE)
             _log.error("%s; starting it again%s", reason, f" in {pause:.0f} s" if pause else "")
-            await asyncio.sleep(pause)
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._stopping.wait(), pause)
+                return
 
     async def _run_once(self) -> tuple[str, bool]:
         """One engine's life: why it ended, and whether it had become ready."""
@@ -309,6 +313,7 @@ class Bridge:
     async def stop(self) -> None:
         """End the engine for good; whatever still waits fails."""
         self.state, self.reason = "stopped", "the server is shutting down"
+        self._stopping.set()
         if self._link is not None:
             self._link.stop()
             asyncio.get_running_loop().call_later(_GOODBYE, self._link.kill)

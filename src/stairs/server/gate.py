@@ -108,7 +108,9 @@ class Gate:
         # What monitors ask for every few seconds would drown the rest.
         level = logging.DEBUG if scope["path"] in _POLLED else logging.INFO
         if _access.isEnabledFor(level):
-            line = f"{scope['method']:.10} {scope['path']:.100} {status} {seconds * 1000:.0f} ms"
+            # As it was sent: decoded, it may hold line breaks, and so lines of a client's making.
+            path = scope["raw_path"].decode("latin-1")
+            line = f"{scope['method']:.10} {path:.100} {status} {seconds * 1000:.0f} ms"
             _access.log(level, "%s", line, extra={"request_id": request_id})
 
 

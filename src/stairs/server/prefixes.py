@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import itertools
 import json
 import logging
 import os
@@ -30,6 +31,7 @@ from stairs.text.tokenizer import Tokenizer
 __all__ = ["Definition", "Prefix", "PrefixTable", "definitions_of", "folder_for"]
 
 _log = logging.getLogger(__name__)
+_MOST = 1000
 _UNUSED_DAYS = 30  # K/V files that no start has asked for are removed after this time
 
 Messages = Sequence[Mapping[str, Any]]
@@ -64,12 +66,12 @@ class PrefixTable:
         for definition in given:
             if definition.name in self._prefixes:
                 raise ConfigError(f"prefix {definition.name!r} is given twice", param="prefix")
-            self._prefixes[definition.name] = self._prefix(definition)
+            self._prefixes[definition.name] = self.prepare(definition)
         self._given = frozenset(self._prefixes)
         for definition in self._read_added():
             if definition.name not in self._prefixes:
                 with contextlib.suppress(StairsError):  # of a template that has changed since
-                    self._prefixes[definition.name] = self._prefix(definition)
+                    self._prefixes[definition.name] = self.prepare(definition)
 
     def attach(self, bridge: Bridge) -> None:
         self._bridge = bridge
@@ -101,10 +103,14 @@ class PrefixTable:
             )
         self._remove_unused()
 
-    async def add(self, definition: Definition) -> Prefix:
+    async def add(self, prefix: Prefix) -> Prefix:
+        """Pin what ``prepare`` made, and keep it across restarts."""
+        definition = prefix.definition
         if definition.name in self._prefixes:
             raise InvalidRequestError(f"prefix {definition.name!r} is already pinned", param="name")
-        prefix = self._prefixes[definition.name] = self._prefix(definition)
+        if len(self._prefixes) >= _MOST:  # equal ones share their blocks: no budget ends them
+            raise InvalidRequestError(f"this server keeps at most {_MOST} prefixes", param="name")
+        self._prefixes[definition.name] = prefix
         try:
             await self._pin(prefix)
         except BaseException:
@@ -139,7 +145,8 @@ class PrefixTable:
             definition.name, prefix.tokens, salt=definition.salt, file=str(prefix.file)
         )
 
-    def _prefix(self, definition: Definition) -> Prefix:
+    def prepare(self, definition: Definition) -> Prefix:
+        """Its tokens, not yet pinned."""
         if definition.prompt is not None:
             tokens = self._tokenizer.encode(definition.prompt)
         else:
@@ -179,7 +186,8 @@ class PrefixTable:
     def _remove_unused(self) -> None:
         wanted = {prefix.file for prefix in self._prefixes.values()}
         oldest = time.time() - _UNUSED_DAYS * 86400
-        for file in self._folder.glob("*.safetensors"):
+        files = (self._folder.glob(pattern) for pattern in ("*.safetensors", "*.part"))
+        for file in itertools.chain.from_iterable(files):  # .part: of a writer that was killed
             with contextlib.suppress(OSError):
                 if file not in wanted and file.stat().st_mtime < oldest:
                     file.unlink()

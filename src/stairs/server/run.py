@@ -168,7 +168,8 @@ async def _announce(service: Service, options: ServeOptions, listener: socket.so
     url = f"http://{shown}:{port}"
     _log.info("loading %s; %s/health says when it is ready", service.names[0], url)
     await service.bridge.became_ready.wait()
-    info = service.bridge.ready()
+    info = service.bridge.info
+    assert info is not None
     _log.info(
         "%s in %s: %d K/V blocks of %d tokens, context %d; loaded in %.1f s",
         service.names[0],

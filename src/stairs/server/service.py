@@ -14,7 +14,7 @@ from stairs.config import SamplingParams
 from stairs.errors import ContextLengthError, InvalidRequestError, ModelNotFoundError
 from stairs.server.bridge import Bridge
 from stairs.server.metrics import Metrics
-from stairs.server.prefixes import PrefixTable
+from stairs.server.prefixes import Definition, Prefix, PrefixTable
 from stairs.server.schemas import Message, ResponseFormat, SamplingFields
 from stairs.server.tools import ToolUse, json_grammar
 from stairs.text.tokenizer import Tokenizer
@@ -72,14 +72,18 @@ class Service:
 
         return await self._off_loop(encode, len(text))
 
-    def decode(self, tokens: list[int]) -> str:
+    async def decode(self, tokens: list[int]) -> str:
         wrong = next((token for token in tokens if token >= self.tokenizer.vocab_size), None)
         if wrong is not None:
             raise InvalidRequestError(
                 f"token id {wrong} is outside the vocabulary of {self.tokenizer.vocab_size}",
                 param="tokens",
             )
-        return self.tokenizer.decode(tokens, skip_special_tokens=False)
+
+        def decode() -> str:
+            return self.tokenizer.decode(tokens, skip_special_tokens=False)
+
+        return await self._off_loop(decode, len(tokens))
 
     async def encode_chat(
         self,
@@ -114,6 +118,12 @@ class Service:
             )
 
         return await self._off_loop(encode, length)
+
+    async def prepare_prefix(self, definition: Definition) -> Prefix:
+        text = definition.prompt if definition.prompt is not None else definition.messages
+        length = _num_chars(text)
+        self._check_length(length, "messages" if definition.prompt is None else "prompt")
+        return await self._off_loop(lambda: self.prefixes.prepare(definition), length)
 
     def _check_length(self, num_chars: int, param: str) -> None:
         """Refuse what no tokenizer could make fit, before it is encoded: a token is at most
