@@ -3,6 +3,7 @@
 # make bench   measure this machine   make coverage  the tests, and the lines they reach
 # make quotes  quote anew in the docs what our commands print
 # make test-kernels  the GPU kernels in an interpreter and compiled for every card, without a GPU
+# make test-newest   Gluon's kernels compiled by the newest Triton, which is put beside the tested one
 # make test-gpu      the tests that need a GPU; the result goes to bench/records
 # make clean   remove .venv and every cache
 #
@@ -12,7 +13,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 INSTALL := pyproject.toml constraints.txt scripts/install.py
 
-.PHONY: run test test-kernels test-gpu coverage check bench quotes clean
+.PHONY: run test test-kernels test-newest test-gpu coverage check bench quotes clean
 
 run: .venv/.run
 	@$(BIN)/stairs pull
@@ -24,12 +25,17 @@ PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest
 # A process of its own: Triton's interpreter replaces its compiler for all of it.
 INTERPRETED := TRITON_INTERPRET=1 $(PYTEST) tests/attention/test_interpreted.py
 
+BUILDS := tests/attention/test_gluon_builds.py tests/attention/test_hopper_decode_builds.py
+
 test: .venv/.dev
 	$(PYTEST) -n 2 --dist loadscope $(TESTS)
 	$(if $(TESTS),,$(INTERPRETED))
 
 test-kernels: .venv/.dev
-	STAIRS_ALL_KERNELS=1 $(BIN)/python -m pytest -n auto tests/attention/test_kernel_builds.py
+	STAIRS_ALL_KERNELS=1 $(BIN)/python -m pytest -n auto $(BUILDS) tests/attention/test_kernel_builds.py
+
+test-newest: .venv/.newest
+	PYTHONPATH=.venv/newest $(PYTEST) -k "representative or served" $(BUILDS)
 
 test-gpu: .venv/.dev
 	$(BIN)/python bench/gpu_tests.py
@@ -58,4 +64,8 @@ clean:
 
 .venv/.run .venv/.dev: $(INSTALL)
 	@$(PYTHON) scripts/install.py $(subst .venv/.,,$@)
+	@touch $@
+
+.venv/.newest: Makefile .venv/.dev
+	$(BIN)/python -m pip install --disable-pip-version-check --upgrade --no-deps --target .venv/newest triton==3.9.0
 	@touch $@
