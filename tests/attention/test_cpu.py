@@ -62,7 +62,7 @@ def test_torch_keeps_its_threads() -> None:
 @njit
 def widen_all(bits, out):  # type: ignore[no-untyped-def]
     for i in range(bits.shape[0]):
-        out[i] = cpu._widen(bits[i])
+        out[i] = cpu.widen(bits[i])
 
 
 @pytest.mark.parametrize(

@@ -13,13 +13,14 @@ import math
 
 import numpy as np
 import torch
-from llvmlite import ir
 from numba import types
-from numba.extending import intrinsic, overload
+from numba.extending import overload
 from torch import Tensor
 
 from stairs.attention.choose import KEY_TILE, SHORT_ROWS
-from stairs.attention.jit import as_float, exp_float32, njit, prange, use_torch_threads
+from stairs.attention.cpu_tiles import largest, score_tile, value_tile
+from stairs.attention.cpu_vectors import pointer, shifted, widen
+from stairs.attention.jit import exp_float32, njit, prange, use_torch_threads
 from stairs.attention.meta import AttnMeta, LayerKV
 from stairs.attention.reference import compute_dtype
 
@@ -31,48 +32,6 @@ __all__ = ["gather_reversed", "write_and_attend_short"]
 _SUMS = {"reassoc", "contract", "nsz"}
 
 
-@intrinsic
-def _prefetch(typing_context, array, index):
-    """Ask for the cache line of flat element ``index`` of a C-contiguous array."""
-
-    def codegen(context, builder, signature, args):
-        data = context.make_array(signature.args[0])(context, builder, args[0]).data
-        pointer = builder.bitcast(builder.gep(data, [args[1]]), ir.IntType(8).as_pointer())
-        flag = ir.IntType(32)
-        declare = builder.module.declare_intrinsic(
-            "llvm.prefetch",
-            (pointer.type,),
-            ir.FunctionType(ir.VoidType(), [pointer.type, flag, flag, flag]),
-        )
-        builder.call(declare, [pointer, flag(0), flag(3), flag(1)])
-        return context.get_dummy_value()
-
-    return types.void(array, types.int64), codegen
-
-
-def _widen(value):
-    """A stored K/V element as a float: uint16 holds bfloat16 bits, int16 float16 bits."""
-    raise NotImplementedError
-
-
-@overload(_widen)
-def _widen_overload(value):
-    if value == types.uint16:
-        return lambda value: as_float(np.int32(np.uint32(value) << np.uint32(16)))
-    if value == types.int16:
-
-        def from_half(value):
-            magnitude = np.int32(value & 0x7FFF)
-            # The exponent's bias differs by 112; the product also makes subnormals right.
-            number = as_float(np.int32(magnitude << 13)) * np.float32(2.0**112)
-            if magnitude >= 0x7C00:
-                number = as_float(np.int32((magnitude << 13) | 0x7F800000))
-            return -number if value < 0 else number
-
-        return from_half
-    return lambda value: value
-
-
 def _exp(value):
     raise NotImplementedError
 
@@ -82,101 +41,6 @@ def _exp_overload(value):
     if value == types.float32:
         return lambda value: exp_float32(value)
     return lambda value: math.exp(value)
-
-
-@njit
-def _prefetch_four(pool, table, seat, head, key):
-    """Ask for the rows of four keys; across a page's end the hint misses.
-
-    While four keys are worked on, four values of the same tile are asked for, and keys of the
-    next tile while values are. More at a time fills the queue of misses and everything waits:
-    group 3, D 64, one thread, ns a key: none 87, page by page 72, fours a tile ahead 43, so 37.
-    """
-    _, kv_heads, block_size, head_dim = pool.shape
-    page, offset = np.int64(table[seat, key // block_size]), key % block_size
-    first = ((page * kv_heads + head) * block_size + offset) * head_dim
-    for element in range(first, first + 4 * head_dim, 64 // pool.itemsize):
-        _prefetch(pool, element)
-
-
-@njit(fastmath=_SUMS)
-def _score_tile(
-    queries, num_q, group, past, scale, k_pool, v_pool, table, seat, head, start, stop, scores
-):
-    """scores[row, j] = scale * queries[row] . key start + j, where the row sees that key."""
-    block_size, head_dim = k_pool.shape[2], k_pool.shape[3]
-    key = start
-    while key < stop:
-        page, offset = table[seat, key // block_size], key % block_size
-        num = min(4, block_size - offset, stop - key)
-        column = key - start
-        _prefetch_four(v_pool, table, seat, head, key)
-        for query in range(num_q):
-            seen = min(num, past + query + 1 - key)
-            for row in range(query * group, query * group + group):
-                if seen == 4:
-                    a = scores.dtype.type(0)
-                    b, c, d = a, a, a
-                    for e in range(head_dim):
-                        x = queries[row, e]
-                        a += x * _widen(k_pool[page, head, offset, e])
-                        b += x * _widen(k_pool[page, head, offset + 1, e])
-                        c += x * _widen(k_pool[page, head, offset + 2, e])
-                        d += x * _widen(k_pool[page, head, offset + 3, e])
-                    scores[row, column] = scale * a
-                    scores[row, column + 1] = scale * b
-                    scores[row, column + 2] = scale * c
-                    scores[row, column + 3] = scale * d
-                else:
-                    for j in range(seen):
-                        a = scores.dtype.type(0)
-                        for e in range(head_dim):
-                            a += queries[row, e] * _widen(k_pool[page, head, offset + j, e])
-                        scores[row, column + j] = scale * a
-        key += num
-
-
-@njit(fastmath=_SUMS)
-def _value_tile(
-    weights, num_q, group, past, k_pool, v_pool, table, seat, head, start, stop, end, parts, slot
-):
-    """parts[slot, row] += weights[row, j] * value start + j, over the keys that the row sees."""
-    block_size, head_dim = v_pool.shape[2], v_pool.shape[3]
-    ahead = weights.shape[1]
-    key = start
-    while key < stop:
-        page, offset = table[seat, key // block_size], key % block_size
-        num = min(4, block_size - offset, stop - key)
-        column = key - start
-        if key + ahead < end:
-            _prefetch_four(k_pool, table, seat, head, key + ahead)
-        for query in range(num_q):
-            seen = min(num, past + query + 1 - key)
-            for row in range(query * group, query * group + group):
-                if seen == 4:
-                    a, b = weights[row, column], weights[row, column + 1]
-                    c, d = weights[row, column + 2], weights[row, column + 3]
-                    for e in range(head_dim):
-                        parts[slot, row, e] += (
-                            a * _widen(v_pool[page, head, offset, e])
-                            + b * _widen(v_pool[page, head, offset + 1, e])
-                            + c * _widen(v_pool[page, head, offset + 2, e])
-                            + d * _widen(v_pool[page, head, offset + 3, e])
-                        )
-                else:
-                    for j in range(seen):
-                        a = weights[row, column + j]
-                        for e in range(head_dim):
-                            parts[slot, row, e] += a * _widen(v_pool[page, head, offset + j, e])
-        key += num
-
-
-@njit
-def _largest(scores, row, num, largest):
-    for j in range(num):
-        if scores[row, j] > largest:
-            largest = scores[row, j]
-    return largest
 
 
 @njit
@@ -193,36 +57,40 @@ def _total(weights, row, num):
     return total
 
 
-@njit
+@njit(error_model="numpy")
 def _attend_tile(
-    queries, num_q, group, past, scale, k_pool, v_pool, table, seat, head, start, end, scores,
-    parts, slot,
+    q, num_q, group, past, k_pool, v_pool, pages, page_stride, block_size, head_dim, start, end,
+    scores, parts,
 ):  # fmt: skip
     """Add the tile of keys at ``start`` to every row that sees some of them; the pairs it visited.
 
-    Rows are (query, head of the group); ``end`` is where this thread's run of keys ends.
+    Rows are (query, head of the group); ``end`` is where this thread's run of keys ends. q, pools,
+    pages and parts are pointers as in ``cpu_tiles``.
     """
-    head_dim = k_pool.shape[3]
-    m, l = head_dim, head_dim + 1  # columns of parts behind the accumulator
-    stop = min(start + scores.shape[1], end)
-    _score_tile(
-        queries, num_q, group, past, scale, k_pool, v_pool, table, seat, head, start, stop, scores
-    )
+    width, stride = head_dim + 2, scores.shape[1]
+    stop, weights = min(start + stride, end), pointer(scores)
+    score_tile(
+        q, num_q, group, past, k_pool, v_pool, pages, page_stride, block_size, head_dim, start,
+        stop, weights, stride,
+    )  # fmt: skip
     num_pairs = 0
     for row in range(num_q * group):
         seen = min(stop, past + row // group + 1) - start
         if seen > 0:
-            largest = _largest(scores, row, seen, parts[slot, row, m])
-            kept = _exp(parts[slot, row, m] - largest)
-            parts[slot, row, m] = largest
-            _exponentials(scores, row, seen, largest)
-            parts[slot, row, l] = parts[slot, row, l] * kept + _total(scores, row, seen)
+            part = shifted(parts, row * width)
+            m, l = part[head_dim], part[head_dim + 1]
+            most = largest(shifted(weights, row * stride), seen, m)
+            kept = _exp(m - most)
+            _exponentials(scores, row, seen, most)
+            part[head_dim] = most
+            part[head_dim + 1] = l * kept + _total(scores, row, seen)
             for e in range(head_dim):
-                parts[slot, row, e] *= kept
+                part[e] *= kept
             num_pairs += seen
-    _value_tile(
-        scores, num_q, group, past, k_pool, v_pool, table, seat, head, start, stop, end, parts, slot
-    )
+    value_tile(
+        weights, stride, num_q, group, past, k_pool, v_pool, pages, page_stride, block_size,
+        head_dim, start, stop, end, parts, width,
+    )  # fmt: skip
     return num_pairs
 
 
@@ -277,7 +145,8 @@ def _attend_part(
     Its part of a task lies at slot task + thread: no two parts share a slot, because a thread
     enters a task only where the thread before it left it. ``whole``: no task is cut.
     """
-    kv_heads, head_dim = k_pool.shape[1], k_pool.shape[3]
+    _, kv_heads, block_size, head_dim = k_pool.shape
+    page_stride = kv_heads * block_size * head_dim
     group = q.shape[1] // kv_heads
     total = 0
     for seat in range(kv_len.shape[0]):
@@ -302,21 +171,25 @@ def _attend_part(
         for row in range(num_q * group):
             query, column = cu_q[seat] + row // group, head * group + row % group
             for e in range(head_dim):
-                queries[row, e] = q[query, column, e]
+                queries[row, e] = scale * q[query, column, e]
                 parts[slot, row, e] = 0
             parts[slot, row, head_dim] = -np.inf
             parts[slot, row, head_dim + 1] = 0
         past, end = kv_len[seat] - num_q, min(high * key_tile, kv_len[seat])
+        pages = shifted(pointer(table), seat * table.shape[1])
+        part = shifted(pointer(parts), slot * parts.shape[1] * parts.shape[2])
+        first_of_head = head * block_size * head_dim
         visits[slot, 0] = task
         for start in range(low * key_tile, end, key_tile):
             visits[slot, 1] += _attend_tile(
-                queries, num_q, group, past, scale, k_pool, v_pool, table, seat, head,
-                start, end, scores, parts, slot,
+                pointer(queries), num_q, group, past, shifted(pointer(k_pool), first_of_head),
+                shifted(pointer(v_pool), first_of_head), pages, page_stride, block_size, head_dim,
+                start, end, scores, part,
             )  # fmt: skip
         visits[slot, 2] += end - low * key_tile
 
 
-@njit
+@njit(error_model="numpy")  # a quotient that may raise is not vectorised
 def _finish(num_threads, cu_q, plan, parts, visits, kv_heads, key_bytes, out, counts):
     """Merge the parts of every row, divide by the denominator, and sum what was visited."""
     head_dim = out.shape[2]
@@ -387,9 +260,9 @@ def _gather(k_pool, v_pool, block_table, seat, keys, values):
             for offset in range(min(block_size, num_kv - first)):
                 row = num_kv - 1 - first - offset
                 for e in range(head_dim):
-                    keys[head, row, e] = _widen(k_pool[page, head, offset, e])
+                    keys[head, row, e] = widen(k_pool[page, head, offset, e])
                 for e in range(head_dim):
-                    values[head, row, e] = _widen(v_pool[page, head, offset, e])
+                    values[head, row, e] = widen(v_pool[page, head, offset, e])
 
 
 def write_and_attend_short(
