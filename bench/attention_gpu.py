@@ -2,7 +2,7 @@
 
 `python bench/attention_gpu.py [--prefill] [--decode] [--sweep] [--fa3 FILE]`: contiguous prefill
 beside PyTorch's FlashAttention-2 and cuDNN, FlexAttention and materialised attention; paged decode
-in a CUDA graph, by plain Triton and (`ours_hopper`) Gluon; --sweep times every tile of the latter.
+in a CUDA graph. Ours by plain Triton and (`ours_hopper`) Gluon; --sweep: every tile of the latter.
 FILE is vLLM's build of FlashAttention-3 (_vllm_fa3_C.abi3.so), beside both. bfloat16, fresh random
 inputs, sides in turn, medians; a causal cell counts half the FLOPs.
 """
@@ -10,25 +10,18 @@ inputs, sides in turn, medians; a causal cell counts half the FLOPs.
 from __future__ import annotations
 
 import argparse
-import importlib.util
-import json
-import os
-import statistics
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from datetime import date
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
-from torch.nn.attention import SDPBackend, flex_attention, sdpa_kernel
 
-from quoted import commit, machine
+from gpu_prefill import HEAD_DIMS, prefill
+from gpu_sides import Side, fa3_side, load_fa3, milliseconds, report
 from stairs.attention.attend import attend_written, cut
 from stairs.attention.devices import cutter_for, hopper_decode_lacks
-from stairs.attention.flash import flash_attention
 from stairs.attention.meta import AttnMeta, LayerKV
 from stairs.attention.tiles import HopperTile, hopper_candidates, hopper_tiles
 
@@ -36,103 +29,8 @@ HEADS = [(32, 8, 128), (32, 32, 128), (64, 8, 128), (9, 3, 64), (12, 12, 64), (3
 BATCHES = [(1, 1024), (1, 8192), (1, 32768), (8, 8192), (32, 2048), (32, 8192), (128, 1024),
            (128, 4096), (256, 1024)]  # fmt: skip
 MIXED = [round(17 * (16384 / 17) ** (i / 63)) for i in range(64)]
-HEAD_DIMS = (64, 128, 256)
-LENGTHS = (512, 1024, 2048, 4096, 8192, 16384)
 FIXED_KEYS = 1024  # of a split that depends on its own sequence alone
 COLD_BYTES = 300e6  # K/V read between two looks at the same page: several times the L2 cache
-
-Side = Callable[[], object]
-
-
-def milliseconds(sides: dict[str, Side], *, repeats: int) -> dict[str, float]:
-    """Median time of each, one run of every side after the other."""
-    for side in sides.values():
-        side()
-        side()
-    torch.cuda.synchronize()
-    events = {name: [] for name in sides}
-    for _ in range(repeats):
-        for name, side in sides.items():
-            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            begin.record()
-            side()
-            end.record()
-            events[name].append((begin, end))
-    torch.cuda.synchronize()
-    return {
-        name: statistics.median(begin.elapsed_time(end) for begin, end in pairs)
-        for name, pairs in events.items()
-    }
-
-
-def report(**figures: object) -> None:
-    where = {
-        "commit": os.environ.get("STAIRS_COMMIT") or commit(),
-        "machine": f"{torch.cuda.get_device_name()}, {machine()}",
-        "date": date.today().isoformat(),
-    }
-    print(json.dumps({"bench": "attention_gpu", **figures, **where}), flush=True)
-
-
-# -- prefill --------------------------------------------------------------------------------------
-
-
-def prefill(fa3: Any, *, repeats: int, head_dims: Sequence[int]) -> None:
-    """16384 tokens in sequences of one length, heads x D = 2048: TFLOP/s."""
-    for head_dim in head_dims:
-        for causal in (False, True):
-            torch.compiler.reset()  # else it gives up after some shapes, and runs eager
-            flex = torch.compile(flex_attention.flex_attention, dynamic=False)
-            for length in LENGTHS:
-                heads, batch = 2048 // head_dim, 16384 // length
-                shape = (batch, length, heads, head_dim)
-                q, k, v = (torch.randn(shape, device="cuda", dtype=torch.bfloat16) for _ in "qkv")
-                sides = peers(q, k, v, causal=causal, fa3=fa3, flex=flex)
-                times = milliseconds(sides, repeats=repeats)
-                flops = 4 * batch * heads * length**2 * head_dim * (0.5 if causal else 1)
-                speed = {name: round(flops / ms / 1e9) for name, ms in times.items()}
-                report(what="prefill", head_dim=head_dim, causal=causal, length=length,
-                       tflops=speed)  # fmt: skip
-
-
-def peers(q: Tensor, k: Tensor, v: Tensor, *, causal: bool, fa3: Any, flex: Any) -> dict[str, Side]:
-    """Our call and the others', each on inputs in the layout it likes best."""
-    batch, length, heads, head_dim = q.shape
-    rows = [x.transpose(1, 2).contiguous() for x in (q, k, v)]
-    sides: dict[str, Side] = {"stairs": lambda: flash_attention(q, k, v, causal=causal)}
-    for name, backend in (
-        ("fa2", SDPBackend.FLASH_ATTENTION), ("cudnn", SDPBackend.CUDNN_ATTENTION)
-    ):  # fmt: skip
-        sides[name] = in_backend(backend, rows, causal=causal)
-    mask = None
-    if causal:
-        make = flex_attention.create_block_mask
-        mask = make(lambda b, h, i, j: j <= i, None, None, length, length)
-    sides["flex"] = lambda: flex(*rows, block_mask=mask)
-    if fa3 is not None:
-        flat = [x.view(-1, heads, head_dim) for x in (q, k, v)]
-        ends = torch.arange(batch + 1, device="cuda", dtype=torch.int32) * length
-        sides["fa3"] = fa3_side(fa3, flat, ends, ends, None, length, length, None, causal=causal)
-    if length <= 8192:
-        sides["materialised"] = lambda: materialised(*rows, causal=causal)
-    return sides
-
-
-def in_backend(backend: SDPBackend, rows: list[Tensor], *, causal: bool) -> Side:
-    def side() -> Tensor:
-        with sdpa_kernel(backend):
-            return F.scaled_dot_product_attention(*rows, is_causal=causal)
-
-    return side
-
-
-def materialised(q: Tensor, k: Tensor, v: Tensor, *, causal: bool) -> Tensor:
-    scores = q @ k.transpose(2, 3) * q.shape[-1] ** -0.5
-    if causal:
-        hidden = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).triu(1)
-        scores = scores.masked_fill(hidden, -torch.inf)
-    return scores.softmax(-1) @ v
-
 
 # -- decode ---------------------------------------------------------------------------------------
 
@@ -279,28 +177,6 @@ def captured(calls: list[Side]) -> Side:
     return lambda: (graph.replay(), kept, calls)
 
 
-def fa3_side(
-    forward: Any, qkv: list[Tensor], ends_q: Tensor, ends_kv: Tensor | None,
-    kv_len: Tensor | None, max_q: int, max_kv: int, table: Tensor | None, *, causal: bool,
-) -> Side:  # fmt: skip
-    """Arguments in the order of the extension's own signature."""
-    q, k, v = qkv
-    out = torch.empty_like(q)
-    arguments = (
-        q, k, v, None, None, None, out, ends_q, ends_kv, None, None, kv_len, max_q, max_kv, table,
-        None, None, None, None, None, None, None, None, q.shape[-1] ** -0.5, causal, -1, -1, 0.0,
-        True, None, 0, None, 0, None, 1, 0, None,
-    )  # fmt: skip
-    return lambda: forward(*arguments)
-
-
-def load_fa3(file: str) -> Any:
-    spec = importlib.util.spec_from_file_location("_vllm_fa3_C", file)
-    assert spec is not None and spec.loader is not None
-    spec.loader.exec_module(importlib.util.module_from_spec(spec))
-    return torch.ops._vllm_fa3_C.fwd
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--prefill", action="store_true")
@@ -319,7 +195,10 @@ def main() -> None:
     both = not (asked.prefill or asked.decode)
     with torch.inference_mode():
         if asked.prefill or both:
-            prefill(fa3, repeats=asked.repeats, head_dims=asked.head_dim or HEAD_DIMS)
+            prefill(
+                fa3, repeats=asked.repeats, head_dims=asked.head_dim or HEAD_DIMS,
+                sweep=asked.sweep,
+            )  # fmt: skip
         if asked.decode or both:
             decode(
                 fa3, repeats=asked.repeats, block_sizes=asked.block_size or [16, 32, 64],

@@ -1,0 +1,181 @@
+"""The prefill half of attention_gpu: contiguous attention beside its peers, or all tiles of ours."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.nn.attention import SDPBackend, flex_attention, sdpa_kernel
+
+from gpu_sides import Side, fa3_side, milliseconds, report
+from stairs.attention.devices import card_of
+from stairs.attention.flash import flash_attention, flash_attention_varlen
+from stairs.attention.hopper import ForwardTile, forward_tiles
+
+HEAD_DIMS = (64, 128, 256)
+TOKENS = 16384
+LENGTHS = (512, 1024, 2048, 4096, 8192, 16384, 32768)
+SWEPT_LENGTHS = (512, 2048, 8192)
+RAGGED = (1, 8192, 3, 17, 1500, 64, 128, 2500, 300, 700, 33, 1024, 900, 511, 511)  # 16384 in all
+
+
+@dataclass(frozen=True)
+class Prefill:
+    """``lengths``: of its sequences, one after the other without gaps."""
+
+    heads: int
+    kv_heads: int
+    head_dim: int
+    lengths: tuple[int, ...]
+    causal: bool
+
+    @property
+    def is_ragged(self) -> bool:
+        return len(set(self.lengths)) > 1
+
+    @property
+    def flops(self) -> float:
+        pairs = sum(length**2 for length in self.lengths) * (0.5 if self.causal else 1)
+        return 4.0 * pairs * self.heads * self.head_dim
+
+
+def prefill_cells(head_dims: Sequence[int], *, sweep: bool) -> Iterator[Prefill]:
+    """16384 tokens (32768 in one sequence) with heads x D = 2048; then shared heads and ragged."""
+    for head_dim in head_dims:
+        for causal in (False, True):
+            heads = 2048 // head_dim
+            for length in SWEPT_LENGTHS if sweep else LENGTHS:
+                lengths = (length,) * max(1, TOKENS // length)
+                yield Prefill(heads, heads, head_dim, lengths, causal)
+            yield Prefill(heads, heads, head_dim, RAGGED, causal)
+    for kv_heads in () if sweep or 128 not in head_dims else (8, 1):
+        for causal in (False, True):
+            for length in SWEPT_LENGTHS:
+                yield Prefill(32, kv_heads, 128, (length,) * (TOKENS // length), causal)
+            yield Prefill(32, kv_heads, 128, RAGGED, causal)
+
+
+def prefill(fa3: Any, *, repeats: int, head_dims: Sequence[int], sweep: bool) -> None:
+    """TFLOP/s of each side; of a side that cannot run, why."""
+    last = None
+    for cell in prefill_cells(head_dims, sweep=sweep):
+        if last != (cell.head_dim, cell.causal):
+            torch.compiler.reset()  # else it gives up after some shapes, and runs eager
+            last = (cell.head_dim, cell.causal)
+        rows = sum(cell.lengths)
+        batch = 1 if cell.is_ragged else len(cell.lengths)
+        q, k, v = (
+            torch.randn(batch, rows // batch, heads, cell.head_dim, device="cuda",
+                        dtype=torch.bfloat16)
+            for heads in (cell.heads, cell.kv_heads, cell.kv_heads)
+        )  # fmt: skip
+        sides = swept_sides(cell, q, k, v) if sweep else peers(cell, q, k, v, fa3=fa3)
+        problems = {}
+        for name, side in list(sides.items()):
+            try:
+                side()
+            except Exception as problem:  # a peer's limits, or a tile that a driver refuses
+                problems[name] = repr(problem)[:200]
+                del sides[name]
+        times = milliseconds(sides, repeats=repeats)
+        report(
+            what="prefill_sweep" if sweep else "prefill", head_dim=cell.head_dim,
+            heads=f"{cell.heads}/{cell.kv_heads}", causal=cell.causal,
+            length="ragged" if cell.is_ragged else cell.lengths[0], tokens=rows,
+            tflops={name: round(cell.flops / ms / 1e9) for name, ms in times.items()},
+            **({"problems": problems} if problems else {}),
+        )  # fmt: skip
+
+
+def ends_of(cell: Prefill) -> Tensor:
+    ends = list(itertools.accumulate(cell.lengths, initial=0))
+    return torch.tensor(ends, device="cuda", dtype=torch.int32)
+
+
+def ours(cell: Prefill, q: Tensor, k: Tensor, v: Tensor, *, backend: str) -> Side:
+    if not cell.is_ragged:
+        return lambda: flash_attention(q, k, v, causal=cell.causal, backend=backend)
+    ends, longest = ends_of(cell), max(cell.lengths)
+    return lambda: flash_attention_varlen(
+        q[0], k[0], v[0], ends, ends, max_q=longest, causal=cell.causal, backend=backend
+    )
+
+
+def peers(cell: Prefill, q: Tensor, k: Tensor, v: Tensor, *, fa3: Any) -> dict[str, Side]:
+    """Our calls and the others', each on inputs in the layout it likes best."""
+    sides: dict[str, Side] = {
+        "stairs": ours(cell, q, k, v, backend="triton"),
+        "ours_hopper": ours(cell, q, k, v, backend="hopper"),
+    }
+    if fa3 is not None:
+        flat = [x.flatten(0, 1) for x in (q, k, v)]
+        ends, longest = ends_of(cell), max(cell.lengths)
+        sides["fa3"] = fa3_side(
+            fa3, flat, ends, ends, None, longest, longest, None, causal=cell.causal
+        )
+    if cell.is_ragged:
+        return sides
+    rows = [x.transpose(1, 2).contiguous() for x in (q, k, v)]
+    for name, backend in (
+        ("fa2", SDPBackend.FLASH_ATTENTION), ("cudnn", SDPBackend.CUDNN_ATTENTION)
+    ):  # fmt: skip
+        sides[name] = in_backend(backend, rows, causal=cell.causal)
+    length = q.shape[1]
+    if length in SWEPT_LENGTHS and cell.heads == cell.kv_heads:  # it compiles for seconds
+        make, mask = flex_attention.create_block_mask, None
+        if cell.causal:
+            mask = make(lambda b, h, i, j: j <= i, None, None, length, length)
+        flex = torch.compile(flex_attention.flex_attention, dynamic=False)
+        sides["flex"] = lambda: flex(*rows, block_mask=mask)
+    if length <= 8192 and cell.heads == cell.kv_heads:
+        sides["materialised"] = lambda: materialised(*rows, causal=cell.causal)
+    return sides
+
+
+def swept_sides(cell: Prefill, q: Tensor, k: Tensor, v: Tensor) -> dict[str, Side]:
+    """Every tile of the table, and cuDNN where it has such a call."""
+    from stairs.attention.hopper_forward import hopper_forward
+
+    ends = ends_of(cell) if cell.is_ragged else None
+
+    def with_tile(tile: ForwardTile) -> Side:
+        return lambda: hopper_forward(
+            q, k, v, cu_q=ends, cu_kv=ends, max_q=max(cell.lengths),
+            scale=cell.head_dim**-0.5, causal=cell.causal, window=(-1, -1), softcap=0.0,
+            return_lse=False, tile=tile, num_sms=card_of(q.device).num_sms,
+        )  # fmt: skip
+
+    tiles = forward_tiles(cell.head_dim, has_right_edge=cell.causal)
+    sides = {told_forward(tile): with_tile(tile) for tile in tiles}
+    if ends is None:
+        rows = [x.transpose(1, 2).contiguous() for x in (q, k, v)]
+        sides["cudnn"] = in_backend(SDPBackend.CUDNN_ATTENTION, rows, causal=cell.causal)
+    return sides
+
+
+def told_forward(tile: ForwardTile) -> str:
+    extras = [name for name in ("turns", "spare") if getattr(tile, name)]
+    return " ".join([f"{tile.rows}x{tile.keys} stages {tile.stages}", tile.releases, *extras])
+
+
+def in_backend(backend: SDPBackend, rows: list[Tensor], *, causal: bool) -> Side:
+    def side() -> Tensor:
+        with sdpa_kernel(backend):
+            return F.scaled_dot_product_attention(
+                *rows, is_causal=causal, enable_gqa=rows[0].shape[1] != rows[1].shape[1]
+            )
+
+    return side
+
+
+def materialised(q: Tensor, k: Tensor, v: Tensor, *, causal: bool) -> Tensor:
+    scores = q @ k.transpose(2, 3) * q.shape[-1] ** -0.5
+    if causal:
+        hidden = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).triu(1)
+        scores = scores.masked_fill(hidden, -torch.inf)
+    return scores.softmax(-1) @ v
