@@ -193,4 +193,20 @@ def test_a_stopped_engine_does_not_keep_the_server_from_ending(tiny_model: Path)
         asked = pool.submit(server.http.post, "/v1/completions", json={"prompt": "a"})
         assert server.stop() == 0
         with contextlib.suppress(httpx.TransportError):  # where it came too late to be heard
-            assert asked.result(60).status_code == 503
+            reply = asked.result(60)
+            assert reply.status_code == 503
+            assert "shutting down" in reply.json()["error"]["message"]
+
+
+def test_a_stream_that_outlasts_the_draining_is_told_so(tiny_model: Path) -> None:
+    server = Server(tiny_model, "--num-gpu-blocks-override", "256", "--drain-timeout", "0.5")
+    server.wait_ready()
+    body = {"prompt": "a", "max_tokens": 4000, "ignore_eos": True, "stream": True}
+    with server.http.stream("POST", "/v1/completions", json=body) as reply:
+        lines = reply.iter_lines()
+        next(lines)
+        server.process.send_signal(signal.SIGTERM)
+        rest = [line for line in lines if line]
+    # It may be through before the half second is over, on a machine quicker than any known.
+    assert rest[-1] == "data: [DONE]" or "shutting down" in rest[-1]
+    assert server.stop() == 0

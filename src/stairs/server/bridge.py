@@ -310,10 +310,15 @@ class Bridge:
             return wire.refusal(self._failed.code, self._failed.message, self._failed.param)
         return EngineDeadError(reason)
 
-    async def stop(self) -> None:
-        """End the engine for good; whatever still waits fails."""
+    def give_up(self) -> None:
+        """Take nothing more on, and let whatever still waits fail."""
         self.state, self.reason = "stopped", "the server is shutting down"
         self._stopping.set()
+        self._fail_all(EngineDeadError(self.reason))
+
+    async def stop(self) -> None:
+        """End the engine for good."""
+        self.give_up()
         if self._link is not None:
             self._link.stop()
             asyncio.get_running_loop().call_later(_GOODBYE, self._link.kill)

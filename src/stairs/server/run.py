@@ -32,6 +32,7 @@ __all__ = ["serve"]
 
 _log = logging.getLogger(__name__)
 _LINE_EVERY = 10.0  # seconds
+_LAST_WORDS = 5  # seconds in which clients that outlast the draining are told so
 
 
 def serve(options: ServeOptions) -> None:
@@ -76,7 +77,7 @@ async def _serve(options: ServeOptions, checkpoint: Checkpoint, listener: socket
         log_config=None,
         access_log=False,
         server_header=False,
-        timeout_graceful_shutdown=_whole_seconds(options.drain_timeout),
+        timeout_graceful_shutdown=round(options.drain_timeout) + _LAST_WORDS,
         lifespan="off",
     )
     server = _Server(config)
@@ -87,6 +88,7 @@ async def _serve(options: ServeOptions, checkpoint: Checkpoint, listener: socket
         else:
             _log.info("stopping; running answers have %g s to end", options.drain_timeout)
             server.should_exit = True
+            loop.call_later(options.drain_timeout, bridge.give_up)
 
     for number in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(number, stop)
@@ -190,7 +192,3 @@ async def _log_lines(metrics: Metrics) -> None:
         line = metrics.log_line(time.monotonic())
         if line is not None:
             _log.info("%s", line)
-
-
-def _whole_seconds(seconds: float) -> int:
-    return max(1, round(seconds))
