@@ -80,6 +80,8 @@ def test_every_partial_has_one_writer_and_one_merge(
         ]
         assert written == sorted(merged) == list(range(one.num_partials))
         assert one.most_partials == max((m[4] for m in one.merges.tolist()), default=0)
+        rows = [min(m[1] * group - m[2], one.tile.rows) for m in one.merges.tolist()]
+        assert one.most_rows == max(rows, default=0)
         assert one.numbers.tolist() == [len(one.entries), len(one.merges)]
 
 

@@ -45,6 +45,7 @@ class WorkList:
     starts: Tensor  # (C+1,) int32  of C persistent programs; (0,) where each entry has its own
     num_partials: int  # capacity of the workspace, in tiles
     most_partials: int  # of one merge
+    most_rows: int  # of one merge
 
 
 @dataclass(frozen=True, slots=True)

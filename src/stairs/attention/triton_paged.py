@@ -159,9 +159,9 @@ def paged_kernel(
         tl.store(partial_lse + slot, lse, row < num_q * GROUP)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["most_rows"])
 def merge_kernel(
-    partial_out, partial_lse, merges, numbers, out,
+    partial_out, partial_lse, merges, numbers, out, most_rows,
     GROUP: tl.constexpr, KV_HEADS: tl.constexpr, D: tl.constexpr, BD: tl.constexpr,
     BM: tl.constexpr, PARTS: tl.constexpr, COLUMNS: tl.constexpr, CHAINED: tl.constexpr,
 ):  # fmt: skip
@@ -169,9 +169,9 @@ def merge_kernel(
     time, always in the order of the keys. CHAINED: launched while the partials are being made."""
     slices: tl.constexpr = BD // COLUMNS
     first = tl.program_id(0) % slices * COLUMNS
-    place = tl.program_id(0) // slices % BM
-    head = tl.program_id(0) // (slices * BM) % KV_HEADS
-    index = tl.program_id(0) // (slices * BM * KV_HEADS)
+    place = tl.program_id(0) // slices % most_rows
+    head = tl.program_id(0) // slices // most_rows % KV_HEADS
+    index = tl.program_id(0) // slices // most_rows // KV_HEADS
     num_merges = tl.load(numbers + 1)
     merge = merges + index * 8
     token = tl.load(merge).to(tl.int64)
@@ -270,8 +270,8 @@ def merge_partials(work: WorkList, partial_out: Tensor, partial_lse: Tensor, out
     is_chained = isinstance(work.tile, HopperTile) and work.tile.is_chained
     head_block = max(16, triton.next_power_of_2(head_dim))
     columns = min(head_block, 32)  # narrow, so that few rows still fill the card
-    merge_kernel[(num_merges * kv_heads * rows * (head_block // columns),)](
-        partial_out, partial_lse, work.merges, work.numbers, out,
+    merge_kernel[(num_merges * kv_heads * work.most_rows * (head_block // columns),)](
+        partial_out, partial_lse, work.merges, work.numbers, out, work.most_rows,
         GROUP=out.shape[1] // kv_heads, KV_HEADS=kv_heads, D=head_dim, BD=head_block, BM=rows,
         PARTS=16 if work.most_partials <= 16 else 64, COLUMNS=columns, CHAINED=is_chained,
         num_warps=2, launch_pdl=is_chained,

@@ -55,6 +55,7 @@ class Cut:
     numbers: Ints  # (2,)  how many of W and of M hold something
     num_partials: int
     most_partials: int  # of one merge
+    most_rows: int  # of one merge
     starts: Ints | None = None  # (C+1,)  of C programs, see cut_programs
 
 
@@ -112,7 +113,7 @@ def cut_rows(
     )
     # Longest first: what starts last then ends soon.
     entries = entries[np.argsort(entries[:, 4] - entries[:, 5], kind="stable")]
-    return _cut(tile, entries, merges)
+    return _cut(tile, group, entries, merges)
 
 
 def _rows(
@@ -151,12 +152,19 @@ def _rows(
 
 
 def _cut(
-    tile: TritonTile | HopperTile, entries: Ints, merges: Ints, starts: Ints | None = None
-) -> Cut:
-    numbers = np.array((len(entries), len(merges)), dtype=np.int32)
-    counts = merges[:, 4]
+    tile: TritonTile | HopperTile, group: int, entries: Ints, merges: Ints,
+    starts: Ints | None = None,
+) -> Cut:  # fmt: skip
+    rows = np.minimum(merges[:, 1] * group - merges[:, 2], tile.rows)
     return Cut(
-        tile, entries, merges, numbers, int(counts.sum()), int(counts.max(initial=0)), starts
+        tile=tile,
+        entries=entries,
+        merges=merges,
+        numbers=np.array((len(entries), len(merges)), dtype=np.int32),
+        num_partials=int(merges[:, 4].sum()),
+        most_partials=int(merges[:, 4].max(initial=0)),
+        most_rows=int(rows.max(initial=0)),
+        starts=starts,
     )
 
 
@@ -177,6 +185,7 @@ def cut_programs(
     num_q: NDArray[np.int64],
     num_kv: NDArray[np.int64],
     *,
+    group: int,
     tile: HopperTile,
     num_programs: int,
     fixed_keys: int | None = None,
@@ -220,7 +229,7 @@ def cut_programs(
     entries[num_programs:] = pieces[order[~leads]]
     more = np.bincount(program[~leads], minlength=num_programs)
     starts = num_programs + np.append(0, np.cumsum(more))
-    return _cut(tile, entries, merges, starts.astype(np.int32))
+    return _cut(tile, group, entries, merges, starts.astype(np.int32))
 
 
 Pieces = tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]
@@ -310,7 +319,7 @@ def cut_step(
         target = max(1, num_sms * tile.per_sm // kv_heads)
         if isinstance(tile, HopperTile):
             cut = cut_programs(
-                num_q[seats], num_kv[seats], tile=tile, num_programs=target,
+                num_q[seats], num_kv[seats], group=group, tile=tile, num_programs=target,
                 fixed_keys=fixed_keys, seats=seats, tokens=tokens[seats],
             )  # fmt: skip
         else:
@@ -369,6 +378,7 @@ def upload(cuts: Sequence[Cut], device: torch.device) -> tuple[WorkList, ...]:
             starts=next(pieces).flatten()[: 0 if cut.starts is None else len(cut.starts)],
             num_partials=cut.num_partials,
             most_partials=cut.most_partials,
+            most_rows=cut.most_rows,
         )
         for cut in cuts
     )
