@@ -1,4 +1,4 @@
-"""The prefill half of attention_gpu: contiguous attention beside its peers, or all tiles of ours."""
+"""The prefill half of attention_gpu: contiguous attention beside its peers, or all our tiles."""
 
 from __future__ import annotations
 

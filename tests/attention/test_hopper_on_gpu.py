@@ -1,0 +1,206 @@
+"""The Hopper forward on a Hopper: the first thing to run on one, before anything is timed."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from attention.dense import attention_float64
+from attention.test_on_gpu import assert_right, composed, dense
+from stairs.attention.flash import flash_attention, flash_attention_varlen
+from stairs.attention.hopper import TILES, ForwardTile
+
+IS_HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not IS_HOPPER, reason="needs an NVIDIA GPU of sm_90"),
+]
+GPU = torch.device("cuda")
+LENGTHS = [(113, 203), (1, 300), (300, 1), (1023, 1024), (2048, 2048)]
+ALL_TILES = [(key, tile) for key, tiles in TILES.items() for tile in tiles]
+dtypes = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+
+
+def poisoned(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> tuple[Tensor, Tensor]:
+    """The kernel's answer in memory that held NaN before."""
+    shape = (*q.shape[:-3], q.shape[-2], q.shape[-3])
+    held = torch.full_like(q, torch.nan), torch.full(shape, torch.nan, device=GPU)
+    del held
+    return flash_attention(q, k, v, return_lse=True, backend="hopper", **options)
+
+
+def check(q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, **rules: Any) -> None:
+    exact, exact_lse = attention_float64(q, k, v, **rules)
+    assert_right(out, exact, composed(q, k, v, **rules))
+    assert torch.equal(lse.isneginf(), exact_lse.isneginf())
+    torch.testing.assert_close(lse.double(), exact_lse, rtol=1e-5, atol=1e-4)
+
+
+@dtypes
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("head_dim", [64, 128, 256, 40, 80, 96])
+def test_ugly_shapes(head_dim: int, causal: bool, dtype: torch.dtype) -> None:
+    for lengths in LENGTHS:
+        q, k, v = dense(*lengths, dtype, head_dim=head_dim)
+        check(q, k, v, *poisoned(q, k, v, causal=causal), causal=causal)
+
+
+@pytest.mark.parametrize(("key", "tile"), ALL_TILES, ids=str)
+def test_every_tile(key: tuple[int, bool], tile: ForwardTile) -> None:
+    """Those of the sweep too: a quick one that is wrong is none."""
+    from stairs.attention.hopper_forward import hopper_forward
+
+    head_dim, causal = key
+    for lengths in ((700, 900), (2048, 2048)):
+        q, k, v = dense(*lengths, torch.bfloat16, head_dim=head_dim, batch=3, heads=8, kv_heads=2)
+        held = torch.full_like(q, torch.nan)
+        del held
+        out, lse = hopper_forward(
+            q, k, v, cu_q=None, cu_kv=None, max_q=q.shape[1], scale=head_dim**-0.5, causal=causal,
+            window=(-1, -1), softcap=0.0, return_lse=True, tile=tile,
+        )  # fmt: skip
+        check(q, k, v, out, lse, causal=causal)
+
+
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+@pytest.mark.parametrize("softcap", [0.0, 20.0])
+@pytest.mark.parametrize("window", [(-1, -1), (2, 0), (100, -1), (-1, 30), (300, 5)], ids=str)
+def test_windows_and_caps(window: tuple[int, int], softcap: float, head_dim: int) -> None:
+    """K10, K11, K14, K17"""
+    rules = {"window": window, "softcap": softcap}
+    for lengths in ((200, 333), (333, 200), (5, 2), (1000, 1500)):
+        q, k, v = dense(*lengths, torch.bfloat16, head_dim=head_dim)
+        check(q, k, v, *poisoned(q, k, v, **rules), **rules)
+
+
+@pytest.mark.parametrize(("heads", "kv_heads"), [(6, 2), (12, 1), (96, 8), (7, 7), (32, 8)])
+def test_grouped_heads(heads: int, kv_heads: int) -> None:
+    """K25"""
+    q, k, v = dense(300, 400, torch.bfloat16, heads=heads, kv_heads=kv_heads, head_dim=128)
+    check(q, k, v, *poisoned(q, k, v, causal=True), causal=True)
+
+
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+def test_views_of_a_fused_projection(head_dim: int) -> None:
+    """K24, K35: no copy, the same bits; a step that is not 16 bytes is refused."""
+    fused = torch.randn(2, 130, 3, 4, head_dim, device=GPU, dtype=torch.bfloat16)
+    q, k, v = fused.unbind(2)
+    ours = flash_attention(q, k, v, causal=True, backend="hopper")
+    copies = (x.contiguous() for x in (q, k, v))
+    assert torch.equal(ours, flash_attention(*copies, causal=True, backend="hopper"))
+    odd = torch.randn(2, 131, 4, head_dim + 1, device=GPU, dtype=torch.bfloat16)[..., 1:]
+    reason = flash_attention(odd, odd, odd, explain=True).reason
+    assert "not the Hopper kernel" in reason and "16" in reason
+
+
+def test_scores_far_below_zero() -> None:
+    """K8"""
+    q, k, v = dense(64, 64, torch.bfloat16)
+    q, k = -(2.0**6) * q.abs(), k.abs() * 8
+    check(q, k, v, *poisoned(q, k, v, causal=True), causal=True)
+
+
+# -- ragged ---------------------------------------------------------------------------------------
+
+PAIRS = [(0, 3), (150, 297), (4, 0), (0, 7), (1, 1), (300, 392), (64, 64), (1, 500), (2000, 2100)]
+
+
+def ragged(pairs: list[tuple[int, int]], **options: Any) -> list[tuple[Tensor, ...]]:
+    """q, k, v, O and LSE of each sequence; those without queries hold NaN."""
+    made = {"dtype": torch.bfloat16, "head_dim": options.pop("head_dim", 128)}
+    parts = [dense(*pair, batch=1, heads=8, kv_heads=2, **made) for pair in pairs]
+    for (num_q, _), (_, k, v) in zip(pairs, parts, strict=True):
+        if not num_q:
+            k.fill_(torch.nan), v.fill_(torch.nan)
+    q, k, v = (torch.cat([part[i] for part in parts], 1)[0] for i in range(3))
+    ends = [list(itertools.accumulate((p[i] for p in pairs), initial=0)) for i in (0, 1)]
+    cu_q, cu_kv = (torch.tensor(each, dtype=torch.int32, device=GPU) for each in ends)
+    held = torch.full_like(q, torch.nan)
+    del held
+    out, lse = flash_attention_varlen(
+        q, k, v, cu_q, cu_kv, max_q=max(num_q for num_q, _ in pairs), return_lse=True,
+        backend="hopper", **options,
+    )  # fmt: skip
+    return [
+        (*part, out[None, a:b], lse[None, :, a:b])
+        for part, (a, b) in zip(parts, itertools.pairwise(ends[0]), strict=True)
+    ]
+
+
+@pytest.mark.parametrize("head_dim", [64, 80, 128, 256])
+@pytest.mark.parametrize(
+    "rules", [{"causal": True}, {"causal": False}, {"window": (100, 3)}], ids=str
+)
+def test_ragged(rules: dict[str, Any], head_dim: int) -> None:
+    """K2, K19, K20; a neighbour's NaN stays the neighbour's."""
+    for q, k, v, out, lse in ragged(PAIRS, head_dim=head_dim, **rules):
+        if q.numel():
+            check(q, k, v, out, lse, **rules)
+
+
+def test_a_sequence_has_the_same_bits_alone_and_among_others() -> None:
+    """K30"""
+    others = [(37 * i % 1900 + 1, 37 * i % 1900 + 1 + 50 * i) for i in range(32)]
+    for causal in (False, True):
+        for own in ((1, 500), (300, 392), (2000, 2100)):
+            together = ragged([*others[:16], own, *others[16:]], causal=causal)
+            ((*_, out, lse),) = ragged([own], causal=causal)
+            assert torch.equal(out, together[16][3]) and torch.equal(lse, together[16][4])
+
+
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+@pytest.mark.parametrize("causal", [False, True])
+def test_fifty_runs_give_the_same_bits(head_dim: int, causal: bool) -> None:
+    q, k, v = dense(3000, 3000, torch.bfloat16, head_dim=head_dim, heads=8, kv_heads=8)
+    first = poisoned(q, k, v, causal=causal)
+    for _ in range(49):
+        again = poisoned(q, k, v, causal=causal)
+        assert all(torch.equal(a, b) for a, b in zip(first, again, strict=True))
+    lengths = [(977, 977), (31, 400), (2500, 2500)]
+    parts = ragged(lengths, head_dim=head_dim, causal=causal)
+    for _ in range(49):
+        for one, other in zip(
+            parts, ragged(lengths, head_dim=head_dim, causal=causal), strict=True
+        ):
+            assert torch.equal(one[3], other[3]) and torch.equal(one[4], other[4])
+
+
+def test_offsets_past_two_to_the_31() -> None:
+    """K5: a window of its own key alone returns V."""
+    ends = torch.tensor([0, 70001, 140003], dtype=torch.int32, device=GPU)
+    q, v = (torch.randn(140003, 64, 256, device=GPU, dtype=torch.bfloat16) for _ in range(2))
+    out = flash_attention_varlen(
+        q, q, v, ends, ends, max_q=70002, window=(0, 0), backend="hopper"
+    )  # fmt: skip
+    assert out.numel() > 2**31 and torch.equal(out, v)
+
+
+def test_a_captured_call_replays_with_other_ends() -> None:
+    q, k, v = (x[0] for x in dense(900, 900, torch.bfloat16, batch=1, head_dim=128))
+    ends = torch.tensor([0, 300, 900], dtype=torch.int32, device=GPU)
+
+    def call() -> Tensor:
+        return flash_attention_varlen(
+            q, k, v, ends, ends, max_q=900, causal=True, backend="hopper"
+        )  # fmt: skip
+
+    call()  # compiled before capture
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = call()
+    for middle in (1, 300, 640, 900):
+        ends.copy_(torch.tensor([0, middle, 900], dtype=torch.int32))
+        out.fill_(torch.nan)
+        graph.replay()
+        assert torch.equal(out, call())
+
+
+def test_the_self_test_passes() -> None:
+    from stairs.attention.hopper_check import what_is_wrong
+    from stairs.attention.hopper_forward import hopper_forward
+
+    assert what_is_wrong(hopper_forward, GPU) is None
