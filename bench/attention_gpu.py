@@ -36,10 +36,11 @@ COLD_BYTES = 300e6  # K/V read between two looks at the same page: several times
 
 
 def decode(
-    fa3: Any, *, repeats: int, block_sizes: Sequence[int], heads: Sequence[str], sweep: bool
-) -> None:
-    """One query a sequence over shuffled pages, in a CUDA graph: microseconds, TB/s of K/V, and
-    TB/s that a copy of 1 GiB reads and writes in the same run."""
+    fa3: Any, *, repeats: int, block_sizes: Sequence[int], heads: Sequence[str], num_new: int,
+    sweep: bool,
+) -> None:  # fmt: skip
+    """``num_new`` queries a sequence over shuffled pages, in a CUDA graph: microseconds, TB/s of
+    K/V, and TB/s that a copy of 1 GiB reads and writes in the same run."""
     copied = copy_speed(repeats=repeats)
     for shape in HEADS:
         if heads and "/".join(map(str, shape)) not in heads:
@@ -49,15 +50,16 @@ def decode(
                 read = 4 * sum(lengths) * shape[1] * shape[2]
                 copies = max(1, min(6, int(COLD_BYTES // read) + 1))
                 sides = decode_sides(
-                    shape, lengths, block_size, copies=copies, fa3=fa3, sweep=sweep
-                )
+                    shape, lengths, block_size, copies=copies, fa3=fa3, num_new=num_new,
+                    sweep=sweep,
+                )  # fmt: skip
                 times = milliseconds(sides, repeats=repeats)
                 us = {name: round(ms * 1e3 / copies, 2) for name, ms in times.items()}
                 best = min(time for name, time in us.items() if name not in ("fa3", "hopper_fixed"))
                 context = lengths[0] if min(lengths) == max(lengths) else "17 to 16384"
                 report(
                     what="decode_sweep" if sweep else "decode", heads="/".join(map(str, shape)),
-                    batch=len(lengths), context=context, block_size=block_size, us=us,
+                    batch=len(lengths), context=context, new=num_new, block_size=block_size, us=us,
                     tb_per_s=round(read / best / 1e6, 2), copy_tb_per_s=copied,
                 )  # fmt: skip
                 del sides
@@ -73,21 +75,21 @@ def copy_speed(*, repeats: int) -> float:
 
 def decode_sides(
     heads: tuple[int, int, int], lengths: list[int], block_size: int,
-    *, copies: int, fa3: Any, sweep: bool,
+    *, copies: int, fa3: Any, num_new: int, sweep: bool,
 ) -> dict[str, Side]:  # fmt: skip
     """Each side reads ``copies`` pools in turn, so that none stays in the cache."""
-    q, pools, plain = paged(*heads, lengths, block_size, copies=copies)
+    q, pools, plain = paged(*heads, lengths, block_size, copies=copies, num_new=num_new)
     metas = {"stairs": cut(q, pools[0], plain)}
     lacks = hopper_decode_lacks(
         pools[0], dtype=q.dtype, num_heads=heads[0], capability=torch.cuda.get_device_capability()
     )
     if lacks is None:
-        tiles = swept_tiles(heads) if sweep else hopper_tiles(heads[2], heads[0] // heads[1])[:1]
-        metas |= {
-            f"hopper {told(tile)}" if sweep else "ours_hopper": with_tile(q, pools[0], plain, tile)
-            for tile in tiles
-        }
-        metas["hopper_fixed"] = with_tile(q, pools[0], plain, tiles[0], fixed_keys=FIXED_KEYS)
+        own = hopper_tiles(heads[2], heads[0] // heads[1])
+        ways = {"ours_hopper": own}
+        if sweep:
+            ways = {f"hopper {told(tile)}": (tile,) for tile in swept_tiles(heads, num_new)}
+        metas |= {name: with_tiles(q, pools[0], plain, tiles) for name, tiles in ways.items()}
+        metas["hopper_fixed"] = with_tiles(q, pools[0], plain, own, fixed_keys=FIXED_KEYS)
     sides = {
         name: captured([lambda p=pool, m=meta: attend_written(q, p, m) for pool in pools])
         for name, meta in metas.items()
@@ -97,10 +99,9 @@ def decode_sides(
         ours = attend_written(q, pools[0], meta)
         torch.testing.assert_close(ours, right, rtol=2e-2, atol=2e-3, msg=name)
     if fa3 is not None:
-        ends = torch.arange(len(lengths) + 1, device="cuda", dtype=torch.int32)
         calls = [
             fa3_side(
-                fa3, [q, *rows_first(pool)], ends, None, plain.kv_len, 1, max(lengths),
+                fa3, [q, *rows_first(pool)], plain.cu_q, None, plain.kv_len, num_new, max(lengths),
                 plain.block_table, causal=True,
             )
             for pool in pools
@@ -109,9 +110,9 @@ def decode_sides(
     return sides
 
 
-def swept_tiles(heads: tuple[int, int, int]) -> list[HopperTile]:
-    """Every tile, each with the merge launched early too, and the first with other splits."""
-    tiles = hopper_candidates(heads[2], heads[0] // heads[1])
+def swept_tiles(heads: tuple[int, int, int], num_new: int) -> list[HopperTile]:
+    """Every tile, each launched early too, and the first with other splits."""
+    tiles = hopper_candidates(heads[2], heads[0] // heads[1] * num_new)
     others = [replace(tiles[0], min_keys=keys) for keys in (64, 256, 512)]
     return [*tiles, *(replace(tile, is_chained=True) for tile in tiles), *others]
 
@@ -122,20 +123,21 @@ def told(tile: HopperTile) -> str:
     return f"{shape} min_keys {tile.min_keys}{chained}"
 
 
-def with_tile(
-    q: Tensor, pool: LayerKV, meta: AttnMeta, tile: HopperTile, *, fixed_keys: int | None = None
-) -> AttnMeta:
-    """``meta`` cut for ``tile`` alone."""
+def with_tiles(
+    q: Tensor, pool: LayerKV, meta: AttnMeta, tiles: tuple[HopperTile, ...],
+    *, fixed_keys: int | None = None,
+) -> AttnMeta:  # fmt: skip
+    """``meta`` cut for ``tiles``, and for the tall one of the plain kernel."""
     kv_heads, head_dim = pool.k.shape[1], pool.k.shape[3]
     cutter = cutter_for(q.shape[1], kv_heads, head_dim, dtype=q.dtype, device=q.device)
-    cutter = replace(cutter, tiles=(tile, cutter.tiles[-1]), fixed_keys=fixed_keys)
+    cutter = replace(cutter, tiles=(*tiles, cutter.tiles[-1]), fixed_keys=fixed_keys)
     num_q = meta.cu_q.diff().cpu().numpy().astype("int64")
     return replace(meta, work=cutter(num_q, meta.kv_len.cpu().numpy().astype("int64")))
 
 
 def paged(
     heads: int, kv_heads: int, head_dim: int, lengths: list[int], block_size: int,
-    *, copies: int,
+    *, copies: int, num_new: int,
 ) -> tuple[Tensor, list[LayerKV], AttnMeta]:  # fmt: skip
     used = [-(-length // block_size) for length in lengths]
     shape = (sum(used), kv_heads, block_size, head_dim)
@@ -148,17 +150,17 @@ def paged(
     for row, pages in zip(table, ids.split(used), strict=True):
         row[: len(pages)] = pages
     meta = AttnMeta(
-        cu_q=torch.arange(len(lengths) + 1, device="cuda", dtype=torch.int32),
+        cu_q=torch.arange(len(lengths) + 1, device="cuda", dtype=torch.int32) * num_new,
         kv_len=torch.tensor(lengths, device="cuda", dtype=torch.int32),
         block_table=table.cuda(),
         slots=torch.empty(0, device="cuda", dtype=torch.int64),
         counts=torch.zeros((len(lengths), 3), device="cuda", dtype=torch.int64),
-        max_q=1,
+        max_q=num_new,
         max_kv=max(lengths),
         counting=False,
     )
     pools = [LayerKV(random(*shape), random(*shape)) for _ in range(copies)]
-    return random(len(lengths), heads, head_dim), pools, meta
+    return random(num_new * len(lengths), heads, head_dim), pools, meta
 
 
 def rows_first(pool: LayerKV) -> Iterator[Tensor]:
@@ -184,6 +186,7 @@ def main() -> None:
     parser.add_argument("--fa3", metavar="FILE")
     parser.add_argument("--head-dim", type=int, action="append", help="of prefill; repeatable")
     parser.add_argument("--heads", action="append", help="of decode, as 32/8/128; repeatable")
+    parser.add_argument("--new", type=int, default=1, help="tokens of each sequence, of decode")
     parser.add_argument("--block-size", type=int, action="append", help="of decode; repeatable")
     parser.add_argument("--sweep", action="store_true", help="every tile of our Hopper kernels")
     parser.add_argument("--repeats", type=int, default=20)
@@ -202,7 +205,7 @@ def main() -> None:
         if asked.decode or both:
             decode(
                 fa3, repeats=asked.repeats, block_sizes=asked.block_size or [16, 32, 64],
-                heads=asked.heads or (), sweep=asked.sweep,
+                heads=asked.heads or (), num_new=asked.new, sweep=asked.sweep,
             )  # fmt: skip
 
 
