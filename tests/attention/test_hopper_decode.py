@@ -173,3 +173,4 @@ def test_boxes_are_made_once() -> None:
     (made,) = batch.layer_kv.boxes.values()
     simulate(batch)
     assert list(batch.layer_kv.boxes.values()) == [made]
+    assert not dataclasses.replace(batch.layer_kv, k=batch.layer_kv.k.clone()).boxes

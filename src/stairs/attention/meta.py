@@ -25,7 +25,7 @@ class LayerKV:
     v: Tensor  # (N, G, B, D)
     # What the copy engine knows k and v by, made by the first kernel that asks, by box.
     boxes: dict[tuple[int, int], tuple[Any, Any]] = field(
-        default_factory=dict, compare=False, repr=False
+        init=False, default_factory=dict, compare=False, repr=False
     )
 
     @property
