@@ -4,6 +4,7 @@ import os
 import re
 import subprocess
 import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ import torch
 from stairs.attention.choose import SHORT_ROWS, choose, score_bytes_held
 from stairs.attention.devices import hopper_decode_lacks
 from stairs.attention.meta import LayerKV
+from stairs.attention.tiles import hopper_tiles
 from stairs.errors import ConfigError
 
 
@@ -99,6 +101,14 @@ def test_what_hopper_s_decode_lacks(change: dict[str, Any], lacks: str | None) -
     pool = torch.empty(options.pop("shape"), dtype=torch.bfloat16, device="meta")
     found = hopper_decode_lacks(LayerKV(pool, pool), **options)
     assert found is None if lacks is None else re.search(lacks, found or "")
+
+
+@pytest.mark.parametrize("head_dim", [64, 80, 128, 256])
+@pytest.mark.parametrize("group", [1, 4, 32])
+def test_a_tile_that_is_said_to_be_measured_has_a_record(head_dim: int, group: int) -> None:
+    records = Path(__file__).parents[2] / "bench" / "records"
+    for tile in hopper_tiles(head_dim, group):
+        assert tile.measured is None or (records / tile.measured).is_file()
 
 
 def test_materialised_attention_makes_three_trips_and_tiles_make_one() -> None:

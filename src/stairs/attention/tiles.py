@@ -65,7 +65,7 @@ class HopperTile:
     per_sm: int
     min_keys: int = 128  # of a split, and what a merge costs: shorter ones do not pay for it
     is_chained: bool = False  # it and the merge are launched early, and wait (programmatic)
-    measured: str | None = None  # where, on which card
+    measured: str | None = None  # the file of bench/records where it was the quickest
 
     @property
     def max_registers(self) -> int:
