@@ -41,6 +41,17 @@ def test_auto_becomes_what_runs(tiny_llama: Tiny):
             "kv_cache_memory_bytes",
             "100 holds no block: one of 16 tokens takes 6144 bytes",
         ),
+        (
+            EngineConfig(cache=CacheConfig(memory_bytes=10**15)),
+            "kv_cache_memory_bytes",
+            "does not fit in the 1073741824 that are free",
+        ),
+        (
+            EngineConfig(cache=CacheConfig(num_blocks=10**12)),
+            "num_blocks",
+            "does not fit in the 1073741824 that are free",
+        ),
+        (EngineConfig(max_num_seqs=10**9), "max_num_seqs", "more than a quarter"),
     ],
 )
 def test_what_cannot_run_is_refused_before_anything_is_allocated(

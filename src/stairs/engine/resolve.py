@@ -12,7 +12,7 @@ from pathlib import Path
 from stairs.accounting import costs
 from stairs.accounting.weights import stored_weight_bytes
 from stairs.checkpoints.residence import Residence
-from stairs.config import DTYPE_BYTES, EngineConfig, ModelConfig
+from stairs.config import DTYPE_BYTES, CacheConfig, EngineConfig, ModelConfig
 from stairs.errors import ConfigError
 
 __all__ = [
@@ -70,6 +70,15 @@ def resolve(
                 f"takes {block_bytes} bytes",
                 param="kv_cache_memory_bytes",
             )
+    if num_blocks is not None and not on_gpu:
+        _check_room(cache, num_blocks * block_bytes, free)
+    tables = config.max_num_seqs * costs.blocks_for(max_model_len, cache.block_size) * 4
+    if tables > free // 4:
+        raise ConfigError(
+            f"max_num_seqs {config.max_num_seqs} sequences of {max_model_len} tokens need block "
+            f"tables of {tables} bytes, more than a quarter of the {free} that are free",
+            param="max_num_seqs",
+        )
     dense_budget = config.dense_weights_memory_bytes
     if dense_budget is None:
         dense_budget = dense_weights_budget(free)
@@ -80,6 +89,16 @@ def resolve(
         dtype=dtype,
         cache=replace(cache, dtype=kv_dtype, num_blocks=num_blocks),
     )
+
+
+def _check_room(cache: CacheConfig, pool_bytes: int, free: int) -> None:
+    """Pages are only taken when they are written, so the system would not say it until then."""
+    if pool_bytes > free:
+        name = "num_blocks" if cache.num_blocks is not None else "kv_cache_memory_bytes"
+        raise ConfigError(
+            f"{name}: a K/V pool of {pool_bytes} bytes does not fit in the {free} that are free",
+            param=name,
+        )
 
 
 def _check_batch_invariant(config: EngineConfig, dtype: str) -> None:
