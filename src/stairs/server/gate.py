@@ -20,7 +20,8 @@ from collections.abc import Sequence
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from stairs.server.errors import status_reply
+from stairs.errors import OverloadedError
+from stairs.server.errors import error_reply, status_reply
 from stairs.server.metrics import Metrics
 from stairs.server.replies import ErrorReply, encode
 
@@ -28,6 +29,8 @@ __all__ = ["Gate"]
 
 _access = logging.getLogger("stairs.access")
 _LABEL = re.compile(r"[A-Za-z0-9_.:-]{1,64}")
+_STALL = 60.0  # seconds that a client may take to send a further piece of its body
+_BODIES = 64  # of the largest size may be coming in at once
 _PATIENCE = 5.0  # seconds that a client may go on sending what was refused
 _OPEN = frozenset({"/health"})
 _METHODS = frozenset({"GET", "HEAD", "POST", "DELETE", "OPTIONS"})
@@ -38,12 +41,20 @@ class Gate:
     """``api_keys``: what may be sent as Bearer token or Basic password; none: everyone may in."""
 
     def __init__(
-        self, app: ASGIApp, *, api_keys: Sequence[str], max_body_bytes: int, metrics: Metrics
+        self,
+        app: ASGIApp,
+        *,
+        api_keys: Sequence[str],
+        max_body_bytes: int,
+        metrics: Metrics,
+        stall: float = _STALL,
     ) -> None:
         self._app = app
         self._keys = [key.encode() for key in api_keys]
         self._max_body_bytes = max_body_bytes
         self._metrics = metrics
+        self._stall = stall
+        self._coming = 0  # bytes of bodies that are being read
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -77,7 +88,15 @@ class Gate:
         length = headers.get("content-length", "")
         body: bytearray | None = None
         if not (length.isdigit() and int(length) > self._max_body_bytes):
-            body = await _read(receive, self._max_body_bytes)
+            try:
+                body = await self._read(receive)
+            except TimeoutError:
+                reply = status_reply(408, "the body did not come", "timeout")
+                await _refuse(send, 408, reply, ("Connection", "close"))
+                return
+            except OverloadedError as error:
+                await _refuse(send, 429, error_reply(error), ("Retry-After", "1"))
+                return
         if body is None:
             await _discard(receive)
             limit = f"the body is larger than {self._max_body_bytes} bytes"
@@ -85,6 +104,28 @@ class Gate:
             await _refuse(send, 413, reply, ("Connection", "close"))
             return
         await self._app(scope, _Replay(bytes(body), receive), send)
+
+    async def _read(self, receive: Receive) -> bytearray | None:
+        """The whole body; None if it is larger than one may be. Raises TimeoutError for a client
+        that stops half-way, OverloadedError where all that are coming in take too much memory."""
+        body = bytearray()
+        try:
+            while True:
+                async with asyncio.timeout(self._stall):
+                    message = await receive()
+                if message["type"] != "http.request":
+                    return body  # hung up half-way: the route will find out
+                data = message.get("body", b"")
+                body += data
+                self._coming += len(data)
+                if len(body) > self._max_body_bytes:
+                    return None
+                if self._coming > _BODIES * self._max_body_bytes:
+                    raise OverloadedError(f"{self._coming} bytes of requests are coming in")
+                if not message.get("more_body", False):
+                    return body
+        finally:
+            self._coming -= len(body)
 
     def _has_key(self, headers: Headers) -> bool:
         kind, _, value = headers.get("authorization", "").partition(" ")
@@ -126,20 +167,6 @@ class _Replay:
             return await self._receive()
         body, self._body = self._body, None
         return {"type": "http.request", "body": body, "more_body": False}
-
-
-async def _read(receive: Receive, limit: int) -> bytearray | None:
-    """The whole body; None if it is larger than ``limit``."""
-    body = bytearray()
-    while True:
-        message = await receive()
-        if message["type"] != "http.request":
-            return body  # hung up half-way: the route will find out
-        body += message.get("body", b"")
-        if len(body) > limit:
-            return None
-        if not message.get("more_body", False):
-            return body
 
 
 async def _discard(receive: Receive) -> None:
