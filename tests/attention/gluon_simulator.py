@@ -287,6 +287,7 @@ def stand_in() -> Any:
         numbered_arrive=lambda n, threads: machine.named_arrive(str(int(n)), threads),
         numbered_sync=lambda n, threads: machine.named_sync(str(int(n)), threads),
         pack_pairs=lambda x, rows, columns, dtype: Value(raw(x).to(dtype).view(torch.int32)),
+        scale_rows=lambda acc, factors, columns: acc * factors[:, None],
         unpack_pairs=lambda words, rows, columns, dtype: Value(raw(words).view(dtype)),
         gdc_wait=lambda: None,
         gdc_launch_dependents=lambda: None,

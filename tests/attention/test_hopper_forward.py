@@ -29,6 +29,7 @@ KINDS = {
     "hardware": ForwardTile(64, 3, 2, 240, releases="hardware"),
     "spare": ForwardTile(64, 2, 2, 240, releases="hardware", spare=True),
     "wide": ForwardTile(128, 2, 2, 240, spare=True),
+    "lazy": ForwardTile(64, 2, 2, 240, lazy=True),
 }
 kinds = pytest.mark.parametrize("tile", KINDS.values(), ids=KINDS)
 
@@ -130,7 +131,7 @@ RAGGED = [(0, 3), (150, 297), (4, 0), (0, 7), (1, 1), (300, 392), (64, 64), (1, 
 def ragged(pairs: list[tuple[int, int]], **options: Any) -> list[tuple[Tensor, ...]]:
     """q, k, v, O and LSE of each sequence; those without queries hold NaN."""
     ends_q, ends_kv = (list(itertools.accumulate((p[i] for p in pairs), initial=0)) for i in (0, 1))
-    parts = [tensors(*pair, heads=4, kv_heads=2) for pair in pairs]
+    parts = [tensors(*pair) for pair in pairs]
     for (num_q, _), part in zip(pairs, parts, strict=True):
         if not num_q:
             part[1].fill_(torch.nan), part[2].fill_(torch.nan)

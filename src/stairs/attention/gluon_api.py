@@ -38,6 +38,7 @@ __all__ = [
     "numbered_sync",
     "pack_pairs",
     "partition_barrier",
+    "scale_rows",
     "store_box",
     "store_wait",
     "unpack_pairs",
@@ -117,3 +118,28 @@ def unpack_pairs(words, rows: gl.constexpr, columns: gl.constexpr, dtype: gl.con
     )
     pairs = gl.join(low.to(dtype, bitcast=True), high.to(dtype, bitcast=True))
     return pairs.reshape([rows, columns])
+
+
+@gluon.constexpr_function
+def scaling(n):
+    """PTX for n accumulators of a thread, whose rows alternate by pairs: skipped where a warp's
+    factors are all 1, with which it would change no bit."""
+    first = f"{{ .reg .pred p, q; setp.neu.f32 p, ${2 * n}, 0f3F800000;"
+    second = f" setp.neu.f32 q, ${2 * n + 2}, 0f3F800000; or.pred p, p, q;"
+    vote = " vote.sync.any.pred p, p, 0xffffffff; @!p bra SKIP;"
+    products = "".join(f" mul.f32 ${i}, ${i}, ${2 * n + i};" for i in range(n))
+    return first + second + vote + products + " SKIP: }"
+
+
+@gluon.constexpr_function
+def scaled_in_place(n):
+    return ",".join(["=f"] * n + [str(i) for i in range(n)] + ["f"] * n)
+
+
+@gluon.jit
+def scale_rows(acc, factors, columns: gl.constexpr):
+    """acc (64, columns), a product's accumulators, times factors (64,) in their layout."""
+    n: gl.constexpr = 64 if columns >= 128 else columns // 2
+    return gl.inline_asm_elementwise(
+        scaling(n), scaled_in_place(n), [acc, factors[:, None]], gl.float32, False, n
+    )

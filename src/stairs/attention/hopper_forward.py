@@ -7,7 +7,7 @@ the last tile of a row to the first: cut by the right edge, seen by all rows, cu
 A program takes many tiles of rows, and its barriers go on counting from one to the next. Which
 tile sizes: ``hopper``; in which order ragged rows: ``hopper_order``.
 """
-# ruff: noqa: E741, RUF059, SIM102  (l is the softmax denominator everywhere in this package;
+# ruff: noqa: E741, RUF059, SIM102, SIM108  (l is the softmax denominator everywhere in this package;
 # a name _ is carried by Triton's loops like any other, and a constant decides alone)
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ from stairs.attention.gluon_api import (
     numbered_sync,
     pack_pairs,
     partition_barrier,
+    scale_rows,
     store_box,
     store_wait,
     unpack_pairs,
@@ -181,9 +182,9 @@ def producer(
 def step(
     q, memory, barriers, w, acc, m, l, stage, phase, j, edges, scale, inner, c: gl.constexpr,
     MASKED: gl.constexpr, RIGHT: gl.constexpr, LEFT: gl.constexpr, CAPPED: gl.constexpr,
-    BN: gl.constexpr, STAGES: gl.constexpr, CONSUMERS: gl.constexpr, TURNS: gl.constexpr,
-    K_FREE: gl.constexpr, V_FREE: gl.constexpr, DTYPE: gl.constexpr, S_LAYOUT: gl.constexpr,
-    O_LAYOUT: gl.constexpr, QUADS: gl.constexpr,
+    LAZY: gl.constexpr, BN: gl.constexpr, BD: gl.constexpr, STAGES: gl.constexpr,
+    CONSUMERS: gl.constexpr, TURNS: gl.constexpr, K_FREE: gl.constexpr, V_FREE: gl.constexpr,
+    DTYPE: gl.constexpr, S_LAYOUT: gl.constexpr, O_LAYOUT: gl.constexpr, QUADS: gl.constexpr,
 ):  # fmt: skip
     """Scores of tile j, the last tile's weights times its values, then the weights of tile j.
 
@@ -208,14 +209,18 @@ def step(
     s = warpgroup_mma_wait(1, deps=[scores])
     release(k_empty, next_stage, K_FREE, CONSUMERS)
     s, m, keep, sums = weights(
-        s, m, j, edges, scale, inner, BN, MASKED, RIGHT, LEFT, CAPPED, S_LAYOUT, QUADS
+        s, m, j, edges, scale, inner, BN, MASKED, RIGHT, LEFT, CAPPED, LAZY, S_LAYOUT, QUADS
     )
     kept = gl.convert_layout(keep, gl.SliceLayout(1, SUMS), assert_trivial=True)
     l = l * kept[:, None] + sums
     acc = warpgroup_mma_wait(0, deps=[product])
     release(v_empty, stage, V_FREE, CONSUMERS)
     w = pack_pairs(s, 64, BN, DTYPE)
-    acc = acc * gl.convert_layout(keep, gl.SliceLayout(1, O_LAYOUT))[:, None]
+    keep = gl.convert_layout(keep, gl.SliceLayout(1, O_LAYOUT))
+    if LAZY:
+        acc = scale_rows(acc, keep, BD)
+    else:
+        acc = acc * keep[:, None]
     return w, acc, m, l, next_stage, next_phase
 
 
@@ -247,8 +252,8 @@ def consumer(
     o, out, lse, memory, barriers, problem, scale, inner, head_dim, total_q, c: gl.constexpr,
     BN: gl.constexpr, BD: gl.constexpr, STAGES: gl.constexpr, CONSUMERS: gl.constexpr,
     TURNS: gl.constexpr, K_FREE: gl.constexpr, V_FREE: gl.constexpr, SPARE: gl.constexpr,
-    RAGGED: gl.constexpr, RIGHT: gl.constexpr, LEFT: gl.constexpr, CUT: gl.constexpr,
-    CAPPED: gl.constexpr, LSE: gl.constexpr, BFLOAT: gl.constexpr,
+    LAZY: gl.constexpr, RAGGED: gl.constexpr, RIGHT: gl.constexpr, LEFT: gl.constexpr,
+    CUT: gl.constexpr, CAPPED: gl.constexpr, LSE: gl.constexpr, BFLOAT: gl.constexpr,
 ):  # fmt: skip
     q_tiles, k_tiles, v_tiles, o_tiles = memory
     q_full, q_empty, k_full, k_empty, v_full, v_empty, clean = barriers
@@ -293,7 +298,7 @@ def consumer(
         release(k_empty, stage, K_FREE, CONSUMERS)
         m = gl.full([64], float("-inf"), gl.float32, ROWS)
         s, m, keep, l = weights(
-            s, m, end - 1, edges, scale, inner, BN, CUT, RIGHT, LEFT, CAPPED, S_LAYOUT,
+            s, m, end - 1, edges, scale, inner, BN, CUT, RIGHT, LEFT, CAPPED, LAZY, S_LAYOUT,
             QUADS,
         )  # fmt: skip
         w = pack_pairs(s, 64, BN, DTYPE)
@@ -310,21 +315,21 @@ def consumer(
             for j in range(end - 2, full - 1, -1):
                 w, acc, m, l, stage, phase = step(
                     q, memory, barriers, w, acc, m, l, stage, phase, j, edges, scale,
-                    inner, c, True, RIGHT, LEFT, CAPPED, BN, STAGES, CONSUMERS, TURNS, K_FREE,
-                    V_FREE, DTYPE, S_LAYOUT, O_LAYOUT, QUADS,
+                    inner, c, True, RIGHT, LEFT, CAPPED, LAZY, BN, BD, STAGES, CONSUMERS, TURNS,
+                    K_FREE, V_FREE, DTYPE, S_LAYOUT, O_LAYOUT, QUADS,
                 )  # fmt: skip
         for j in range(gl.minimum(full, end - 1) - 1, clear - 1, -1):
             w, acc, m, l, stage, phase = step(
                 q, memory, barriers, w, acc, m, l, stage, phase, j, edges, scale, inner,
-                c, False, RIGHT, LEFT, CAPPED, BN, STAGES, CONSUMERS, TURNS, K_FREE, V_FREE,
-                DTYPE, S_LAYOUT, O_LAYOUT, QUADS,
+                c, False, RIGHT, LEFT, CAPPED, LAZY, BN, BD, STAGES, CONSUMERS, TURNS, K_FREE,
+                V_FREE, DTYPE, S_LAYOUT, O_LAYOUT, QUADS,
             )  # fmt: skip
         if LEFT:
             for j in range(gl.minimum(clear, end - 1) - 1, first - 1, -1):
                 w, acc, m, l, stage, phase = step(
                     q, memory, barriers, w, acc, m, l, stage, phase, j, edges, scale,
-                    inner, c, True, RIGHT, LEFT, CAPPED, BN, STAGES, CONSUMERS, TURNS, K_FREE,
-                    V_FREE, DTYPE, S_LAYOUT, O_LAYOUT, QUADS,
+                    inner, c, True, RIGHT, LEFT, CAPPED, LAZY, BN, BD, STAGES, CONSUMERS, TURNS,
+                    K_FREE, V_FREE, DTYPE, S_LAYOUT, O_LAYOUT, QUADS,
                 )  # fmt: skip
         if SPARE:
             mbarrier.arrive(q_empty.index(c), count=1)
@@ -375,9 +380,9 @@ def forward_kernel(
     q, k, v, o, out, lse, tiles, scale, inner, num_q, num_kv, left, right, heads, group, together,
     row_tiles, num_tiles, programs, head_dim, total_q, BN: gl.constexpr, BD: gl.constexpr,
     STAGES: gl.constexpr, CONSUMERS: gl.constexpr, REGISTERS: gl.constexpr, TURNS: gl.constexpr,
-    K_FREE: gl.constexpr, V_FREE: gl.constexpr, SPARE: gl.constexpr, RAGGED: gl.constexpr,
-    RIGHT: gl.constexpr, LEFT: gl.constexpr, CUT: gl.constexpr, CAPPED: gl.constexpr,
-    LSE: gl.constexpr, BFLOAT: gl.constexpr,
+    K_FREE: gl.constexpr, V_FREE: gl.constexpr, SPARE: gl.constexpr, LAZY: gl.constexpr,
+    RAGGED: gl.constexpr, RIGHT: gl.constexpr, LEFT: gl.constexpr, CUT: gl.constexpr,
+    CAPPED: gl.constexpr, LSE: gl.constexpr, BFLOAT: gl.constexpr,
 ):  # fmt: skip
     """O (B, rows, H, D) as boxes of ``o`` and rows of ``out``, LSE (B, H, rows), natural log.
 
@@ -433,10 +438,10 @@ def forward_kernel(
                             V_FREE, RAGGED, RIGHT, LEFT)),
                 (consumer, (o, out, lse, memory, barriers, problem, scale, inner, head_dim,
                             total_q, C0, BN, BD, STAGES, CONSUMERS, TURNS, K_FREE, V_FREE, SPARE,
-                            RAGGED, RIGHT, LEFT, CUT, CAPPED, LSE, BFLOAT)),
+                            LAZY, RAGGED, RIGHT, LEFT, CUT, CAPPED, LSE, BFLOAT)),
                 (consumer, (o, out, lse, memory, barriers, problem, scale, inner, head_dim,
                             total_q, C1, BN, BD, STAGES, CONSUMERS, TURNS, K_FREE, V_FREE, SPARE,
-                            RAGGED, RIGHT, LEFT, CUT, CAPPED, LSE, BFLOAT)),
+                            LAZY, RAGGED, RIGHT, LEFT, CUT, CAPPED, LSE, BFLOAT)),
             ],
             [4, 4],
             [REGISTERS, REGISTERS],
@@ -448,13 +453,13 @@ def forward_kernel(
                             V_FREE, RAGGED, RIGHT, LEFT)),
                 (consumer, (o, out, lse, memory, barriers, problem, scale, inner, head_dim,
                             total_q, C0, BN, BD, STAGES, CONSUMERS, TURNS, K_FREE, V_FREE, SPARE,
-                            RAGGED, RIGHT, LEFT, CUT, CAPPED, LSE, BFLOAT)),
+                            LAZY, RAGGED, RIGHT, LEFT, CUT, CAPPED, LSE, BFLOAT)),
                 (consumer, (o, out, lse, memory, barriers, problem, scale, inner, head_dim,
                             total_q, C1, BN, BD, STAGES, CONSUMERS, TURNS, K_FREE, V_FREE, SPARE,
-                            RAGGED, RIGHT, LEFT, CUT, CAPPED, LSE, BFLOAT)),
+                            LAZY, RAGGED, RIGHT, LEFT, CUT, CAPPED, LSE, BFLOAT)),
                 (consumer, (o, out, lse, memory, barriers, problem, scale, inner, head_dim,
                             total_q, C2, BN, BD, STAGES, CONSUMERS, TURNS, K_FREE, V_FREE, SPARE,
-                            RAGGED, RIGHT, LEFT, CUT, CAPPED, LSE, BFLOAT)),
+                            LAZY, RAGGED, RIGHT, LEFT, CUT, CAPPED, LSE, BFLOAT)),
             ],
             [4, 4, 4],
             [REGISTERS, REGISTERS, REGISTERS],
@@ -477,6 +482,7 @@ def constants(
         "K_FREE": k_free,
         "V_FREE": v_free,
         "SPARE": tile.spare,
+        "LAZY": tile.lazy,
         "RAGGED": is_ragged,
         "RIGHT": has_right,
         "LEFT": has_left,

@@ -64,15 +64,19 @@ def masked(s, j, edges, BN: gl.constexpr, RIGHT: gl.constexpr, LEFT: gl.constexp
 @gluon.jit
 def weights(
     s, m, j, edges, scale, inner, BN: gl.constexpr, MASKED: gl.constexpr, RIGHT: gl.constexpr,
-    LEFT: gl.constexpr, CAPPED: gl.constexpr, S_LAYOUT: gl.constexpr, QUADS: gl.constexpr,
+    LEFT: gl.constexpr, CAPPED: gl.constexpr, LAZY: gl.constexpr, S_LAYOUT: gl.constexpr,
+    QUADS: gl.constexpr,
 ):  # fmt: skip
-    """exp2((s - new maximum) * scale), the new maximum, what old terms keep, and sums (64, 4) over
-    the keys of each lane, so that no thread asks another."""
+    """exp2((s - new maximum) * scale), the new maximum (or less: LAZY), what old terms keep, and
+    sums (64, 4) over the keys of each lane, so that no thread asks another."""
     if CAPPED:
         s = capped(s, inner)
     if MASKED:
         s = masked(s, j, edges, BN, RIGHT, LEFT, S_LAYOUT, QUADS)
     peak = gl.maximum(m, gl.max(s, 1))
+    if LAZY:
+        # A sum of terms up to 2**8 is as exact as one of terms up to 1, and O is seldom rescaled.
+        peak = gl.where((peak - m) * scale > 8.0, peak, m)
     if MASKED:
         base = gl.where(peak == float("-inf"), 0.0, peak) * scale
     else:
