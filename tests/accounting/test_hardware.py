@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
 
-from stairs.accounting.hardware import DEVICES, find_device, installed_card, ridge
+from stairs.accounting.hardware import DEVICES, find_device, host_cpu, installed_card, ridge
 from stairs.errors import ConfigError
 
 
@@ -86,3 +87,10 @@ def test_the_card_in_this_machine(tmp_path: Path, model: str, expected: str | No
 def test_no_card() -> None:
     assert installed_card(Path("/nowhere")) is None
     assert find_device("cpu").is_cpu
+
+
+def test_this_machine_names_itself(tmp_path: Path) -> None:
+    cpuinfo = tmp_path / "cpuinfo"
+    cpuinfo.write_text("processor\t: 0\nmodel name\t: Abacus 1: wood\nflags\t: fpu\n")
+    assert re.fullmatch(r"Abacus 1: wood, \d+ cores", host_cpu(cpuinfo))
+    assert re.fullmatch(r".+, \d+ cores", host_cpu(tmp_path / "missing"))

@@ -164,7 +164,7 @@ def test_the_shipped_fit_predicts_steps_of_the_size_that_were_measured(model: Co
     cpu = DEVICES["cpu"]
     weights = held_weights(found.config, found.types or {}, PACKED)
     dense = dense_weights(found.config, 4)
-    times = default_model(cpu)
+    times = default_model(cpu, "float32")
 
     def seconds(work: list[tuple[int, int]], held: HeldWeights) -> float:
         options = {"dtype": "float32", "kv_dtype": "float32", "weights": held}
@@ -177,6 +177,7 @@ def test_the_shipped_fit_predicts_steps_of_the_size_that_were_measured(model: Co
 
 
 def test_a_cpu_starts_with_a_fit_and_a_gpu_with_launches() -> None:
-    assert default_model(DEVICES["cpu"]).kind == "predicted"
-    assert default_model(DEVICES["h200"]).kind == "predicted"
-    assert default_model(DEVICES["h200"]).layer > 0
+    assert default_model(DEVICES["cpu"], "float32").kind == "predicted"
+    assert default_model(DEVICES["cpu"], "bfloat16").kind == "estimate"
+    assert default_model(DEVICES["h200"], "bfloat16").kind == "predicted"
+    assert default_model(DEVICES["h200"], "bfloat16").layer > 0

@@ -7,6 +7,7 @@ dense (without sparsity), GB and TB are powers of ten.
 
 from __future__ import annotations
 
+import os
 import platform
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -103,13 +104,16 @@ def find_device(name: str) -> Device:
 
 
 def host_cpu(cpuinfo: Path = Path("/proc/cpuinfo")) -> str:
-    """This machine's processor by its own name."""
+    """This machine's processor by its own name, and the cores that we may use."""
+    found = platform.processor() or platform.machine()
     if cpuinfo.exists():
         for line in cpuinfo.read_text(errors="replace").splitlines():
             name, _, value = line.partition(":")
             if name.strip() == "model name":
-                return value.strip()
-    return platform.processor() or platform.machine()
+                found = value.strip()
+                break
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    return f"{found}, {cores} cores"
 
 
 def installed_card(root: Path = Path("/proc/driver/nvidia/gpus")) -> str | None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections import deque
 from dataclasses import dataclass, fields
 from enum import IntEnum
+from operator import mul
 
 import numpy as np
 from numpy.typing import NDArray
@@ -86,11 +87,13 @@ class Totals:
         if not len(rows):
             return
         self.steps += 1
+        # Of a few rows, whose columns numpy would sum in one call each.
+        columns = dict(zip(ROW.names or (), zip(*rows.tolist(), strict=True), strict=True))
         for name in _SUMMED:
-            setattr(self, name, getattr(self, name) + int(rows[name].sum()))
+            setattr(self, name, getattr(self, name) + sum(columns[name]))
         for name in _PEAKS:
-            setattr(self, name, max(getattr(self, name), int(rows[name].max())))
-        cells = int((rows["new_tokens"].astype(np.int64) * rows["context"]).sum())
+            setattr(self, name, max(getattr(self, name), *columns[name]))
+        cells = sum(map(mul, columns["new_tokens"], columns["context"]))
         self.largest_step = max(self.largest_step, cells)
         self.host_seconds += record.host_seconds
         self.device_seconds += record.device_seconds

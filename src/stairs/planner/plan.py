@@ -85,7 +85,7 @@ def evaluate(
     setting = Setting(
         config=config,
         device=device,
-        model=default_model(device),
+        model=default_model(device, dtype),
         weights=plan_weights(config, types, device=device, dtype=dtype),
         dtype=dtype,
         kv_dtype=kv_dtype,

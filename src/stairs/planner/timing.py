@@ -193,9 +193,11 @@ def fitted_model(record: Mapping[str, Any], *, host: str) -> TimeModel:
     )
 
 
-def default_model(device: Device) -> TimeModel:
+def default_model(device: Device, dtype: str) -> TimeModel:
     """Before an engine ran: on a CPU the fit to the machine that was measured, on a GPU reachable
     peaks and the launch overhead of a layer."""
+    if device.is_cpu and dtype != "float32":
+        return TimeModel(kind="estimate", source=f"roofline; steps in {dtype} were not fitted")
     if device.is_cpu:
         return fitted_model(json.loads(FITTED_STEPS.read_text("utf-8")), host=host_cpu())
     return TimeModel(
