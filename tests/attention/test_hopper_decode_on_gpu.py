@@ -13,6 +13,7 @@ from attention.ragged import Ragged, make_ragged
 from attention.test_on_gpu import GPU, assert_right, expected, on_gpu, torch_own
 from stairs.attention.attend import attend, attend_paged, cut
 from stairs.attention.devices import cutter_for
+from stairs.attention.hopper_decode_check import decode_self_test
 from stairs.attention.meta import AttnMeta, LayerKV
 from stairs.attention.tiles import HopperTile, hopper_candidates, hopper_tiles
 from stairs.attention.triton_paged import write_pages
@@ -79,6 +80,10 @@ def test_a_mixed_step(dtype: torch.dtype, num_heads: int, kv_heads: int, head_di
 @pytest.mark.parametrize("block_size", [8, 16, 32, 64, 128, 192, 256])
 def test_page_sizes(block_size: int) -> None:
     check(on_gpu(make_ragged(STEP, block_size=block_size, dtype=torch.bfloat16)))
+
+
+def test_the_self_test() -> None:
+    assert decode_self_test(GPU) is None
 
 
 @pytest.mark.parametrize(("head_dim", "group"), [(64, 1), (128, 4), (256, 2)])

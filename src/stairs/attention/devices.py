@@ -9,6 +9,7 @@ from dataclasses import replace
 import torch
 
 from stairs.attention.choose import Choice, choose
+from stairs.attention.hopper_decode_check import decode_self_test
 from stairs.attention.meta import LayerKV
 from stairs.attention.tiles import CARDS, Card, hopper_tiles, paged_tiles
 from stairs.attention.work import Cutter, Tiles
@@ -95,16 +96,22 @@ def choose_paged(
     if device.type != "cuda":
         return choose(backend=backend, device=device.type, max_q=max_q)
     _, kv_heads, _, head_dim = layer_kv.k.shape
-    capability = torch.cuda.get_device_capability(device)
+    measured = hopper_tiles(head_dim, num_heads // kv_heads)[0].measured
+    hopper_lacks = hopper_decode_lacks(
+        layer_kv,
+        dtype=dtype,
+        num_heads=num_heads,
+        capability=torch.cuda.get_device_capability(device),
+    )
+    if backend == "auto" and measured and not hopper_lacks:
+        hopper_lacks = decode_self_test(device)
     return choose(
         backend=backend,
         device="cuda",
         max_q=max_q,
         triton_lacks=triton_supports(device, dtype, head_dim),
-        hopper_lacks=hopper_decode_lacks(
-            layer_kv, dtype=dtype, num_heads=num_heads, capability=capability
-        ),
-        hopper_measured=hopper_tiles(head_dim, num_heads // kv_heads)[0].measured,
+        hopper_lacks=hopper_lacks,
+        hopper_measured=measured,
     )
 
 

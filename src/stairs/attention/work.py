@@ -200,6 +200,7 @@ def cut_programs(
     if tokens is None:
         tokens = np.cumsum(num_q) - num_q
     seats = np.arange(len(num_q)) if seats is None else np.asarray(seats)
+    assert (num_q * group <= tile.rows).all()
     assert fixed_keys is None or fixed_keys % tile.keys == 0  # entries begin with a tile
     tiles = -(-num_kv // tile.keys)
     if fixed_keys is None:
