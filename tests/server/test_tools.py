@@ -69,10 +69,22 @@ ADD = ("add", {"a": 1})
         (PLAIN, '{"a": 1}', '{"a": 1}', []),
         (PLAIN, '{"name": "add", "arguments": 3}', '{"name": "add", "arguments": 3}', []),
         (PLAIN, "Three.", "Three.", []),
+        (PLAIN, '{"name": ["add"]}', '{"name": ["add"]}', []),
+        (PLAIN, '{"name": {}, "arguments": {}}', '{"name": {}, "arguments": {}}', []),
+        (PLAIN, '{"name": null}', '{"name": null}', []),
+        (QWEN, "<tool_call>[[]]</tool_call>", "<tool_call>[[]]</tool_call>", []),
     ],
 )
 def test_calls_and_text(template: Template, text: str, said: str, calls: list, size: int) -> None:
     assert read(use(template), text, size) == (said, calls)
+
+
+@pytest.mark.parametrize("depth", [101, 900, 5000])
+def test_a_model_that_nests_without_end_calls_nothing(depth: int) -> None:
+    text = '{"name": "add", "arguments": {"a": ' + "[" * depth + "]" * depth + "}}"
+    assert read(use(PLAIN), text, 1000) == (text, [])
+    tagged = f"<tool_call>{text}</tool_call>"
+    assert read(use(QWEN), tagged, 1000) == (tagged, [])
 
 
 def test_text_streams_while_no_call_has_begun() -> None:

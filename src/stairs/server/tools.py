@@ -286,13 +286,14 @@ class CallReader:
         return found
 
     def _call(self, item: object) -> ToolCall | None:
-        if not isinstance(item, Mapping) or item.get("name") not in self._names:
+        name = item.get("name") if isinstance(item, Mapping) else None
+        if not isinstance(item, Mapping) or not isinstance(name, str) or name not in self._names:
             return None
         arguments = item.get(self._form.arguments, item.get("arguments", {}))
-        if not isinstance(arguments, Mapping):
+        if not isinstance(arguments, Mapping) or too_deep(arguments):
             return None
         text = json.dumps(arguments, ensure_ascii=False)
-        return ToolCall(f"call_{uuid.uuid4().hex[:24]}", ToolFunction(item["name"], text))
+        return ToolCall(f"call_{uuid.uuid4().hex[:24]}", ToolFunction(name, text))
 
 
 def json_grammar(schema: Mapping[str, Any]) -> str:
