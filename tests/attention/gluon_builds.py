@@ -5,9 +5,10 @@ from __future__ import annotations
 import re
 import subprocess
 import tempfile
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, Protocol
 
 import torch
@@ -125,6 +126,27 @@ def swept() -> Iterator[Build]:
         for tile in tiles[1:]:
             yield ForwardBuild(tile, head_dim, right, cut=right, lse=False)
             yield ForwardBuild(tile, head_dim, right, ragged=True, lse=False)
+
+
+@dataclass
+class Compiled:
+    """A kernel that is compiled for the arguments of each launch, and not launched."""
+
+    kernel: Any
+    calls: list[Any] = field(default_factory=list)
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
+        return lambda *args, **kwargs: self.calls.append(
+            self.kernel.run(*args, grid=grid, warmup=True, **kwargs)
+        )
+
+
+# What Triton asks of a driver before a launch, answered as on a Hopper.
+HOPPER_DRIVER = SimpleNamespace(
+    get_current_target=lambda: GPUTarget("cuda", 90, 32),
+    get_current_device=lambda: 0,
+    get_current_stream=lambda device: 0,
+)
 
 
 @dataclass(frozen=True)
