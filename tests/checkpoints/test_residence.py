@@ -34,6 +34,7 @@ from stairs.checkpoints.residence import (
 from stairs.checkpoints.tensors import PackedRows
 from stairs.config import CacheConfig, EngineConfig, ModelConfig
 from stairs.engine.build import build_engine
+from stairs.errors import CheckpointError
 from stairs.models.block_values import BLOCKS
 from stairs.models.layers import Rotary
 from stairs.models.quantised_cpu import supports
@@ -165,6 +166,32 @@ def test_a_folder_in_16_bit_is_planned_as_it_is_held(tmp_path: Path) -> None:
     assert plan_weights(found.config, found.types, device=CPU, dtype="float32") == engine.weights
     assert engine.weights.total == held_by(engine.runner.model)
     assert engine.weights.total < stored_weight_bytes(CONFIG, 4)
+
+
+def test_a_folder_is_planned_by_its_files_not_by_what_its_config_says(tmp_path: Path) -> None:
+    folder = write_folder(tmp_path / "model", seeded_tensors(), num_files=2)
+    config = folder / "config.json"
+    config.write_text(config.read_text().replace("{", '{"torch_dtype": "bfloat16", ', 1))
+    found = find_model(str(folder))
+    assert set((found.types or {}).values()) == {"F32"}
+    held = plan_weights(found.config, found.types, device=CPU, dtype="float32")
+    assert held.total == stored_weight_bytes(CONFIG, 4)
+
+
+@pytest.mark.parametrize(
+    "content", [b"", b"\xff" * 8, b"\x02" + bytes(7) + b"[]", b"\x02" + bytes(7) + b"{}"]
+)
+def test_a_folder_with_a_broken_file_is_one_line_or_the_configs_word(
+    tmp_path: Path, content: bytes
+) -> None:
+    folder = write_folder(tmp_path / "model", seeded_tensors())
+    (folder / "model.safetensors").write_bytes(content)
+    try:
+        found = find_model(str(folder))
+    except CheckpointError as error:
+        assert "model.safetensors" in str(error) and "\n" not in str(error)
+    else:
+        assert found.types == plain_types(CONFIG)
 
 
 def test_a_plan_says_how_matrices_lie(monkeypatch: pytest.MonkeyPatch) -> None:

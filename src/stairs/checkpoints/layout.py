@@ -7,13 +7,17 @@ Names are transformers' own, in one form a family: ``model.layers.3.self_attn.q_
 
 from __future__ import annotations
 
+import re
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
 from stairs.config import ModelConfig
 from stairs.errors import CheckpointError
 
-__all__ = ["TensorSpec", "check_names", "tensor_specs"]
+__all__ = ["TensorSpec", "check_names", "our_name", "tensor_specs"]
+
+# Buffers that older programs saved beside the weights.
+_NOT_WEIGHTS = re.compile(r".*(\.attn\.(bias|masked_bias)|rotary_emb\.inv_freq)")
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +47,18 @@ def check_names(found: Collection[str], expected: Collection[str], where: str) -
         if names:
             more = f" (and {len(names) - 1} more)" if len(names) > 1 else ""
             raise CheckpointError(f"{where} {problem} {min(names)!r}{more}")
+
+
+def our_name(stored: str, config: ModelConfig) -> str | None:
+    """The name here of a tensor that safetensors hold; None for what is no weight of ours."""
+    if _NOT_WEIGHTS.fullmatch(stored):
+        return None
+    if stored == "lm_head.weight" and config.tie_word_embeddings:
+        return None
+    if config.model_type == "gpt2":
+        return stored.removeprefix("transformer.")
+    bare = stored.startswith(("layers.", "embed_tokens.", "norm."))  # saved without its head
+    return "model." + stored if bare else stored
 
 
 # llama.cpp turns pairs of neighbours in these architectures, so its converter interleaves the rows

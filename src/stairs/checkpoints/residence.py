@@ -12,12 +12,14 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
+from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 from stairs.accounting.weights import HeldPart, HeldWeights
-from stairs.checkpoints.layout import TensorSpec, tensor_specs
+from stairs.checkpoints.layout import TensorSpec, our_name, tensor_specs
 from stairs.config import DTYPE_BYTES, ModelConfig
 from stairs.errors import CheckpointError
+from stairs.text.json_file import parse_object
 
 if TYPE_CHECKING:
     from stairs.checkpoints.gguf import GGUF
@@ -27,6 +29,7 @@ __all__ = [
     "KERNEL_TYPES",
     "Form",
     "Residence",
+    "folder_types",
     "gguf_types",
     "held_weights",
     "is_small",
@@ -46,6 +49,7 @@ KERNEL_TYPES = frozenset(_BLOCKS)
 _PLAIN: Mapping[str, tuple[int, int]] = {"F32": (1, 4), "F64": (1, 8)}
 _KERNEL_BLOCK = {"F16": 32, "BF16": 32}  # values it takes at once; of the others a block of theirs
 _LEAST_OUTPUTS = 4
+_MAX_HEADER_BYTES = 4 * 2**20
 _TYPES = {"float32": "F32", "bfloat16": "BF16", "float16": "F16", "float64": "F64"}
 
 
@@ -114,6 +118,24 @@ def plain_types(config: ModelConfig) -> dict[str, str]:
     turned when they are loaded, so they are dense."""
     kind = _TYPES[config.dtype]
     return {spec.name: "F32" if spec.transposed else kind for spec in _matrices(config)}
+
+
+def folder_types(folder: Path, config: ModelConfig) -> dict[str, str]:
+    """Of a folder's safetensors, by their headers; by the config where it has none, or one that
+    no engine could load."""
+    types, specs = plain_types(config), tensor_specs(config)
+    for path in sorted(folder.glob("*.safetensors")):
+        with path.open("rb") as file:
+            size = min(int.from_bytes(file.read(8), "little"), _MAX_HEADER_BYTES)
+            header = parse_object(
+                file.read(size), path.name, max_bytes=_MAX_HEADER_BYTES, max_values=300_000
+            )
+        for stored, row in header.items():
+            name = our_name(stored, config)
+            kind = str(row.get("dtype")) if isinstance(row, dict) else ""
+            if name in types and kind in _TYPES.values():
+                types[name] = "F32" if specs[name].transposed else kind
+    return types
 
 
 def source_types(source: TensorSource, config: ModelConfig) -> dict[str, str]:

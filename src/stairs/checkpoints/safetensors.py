@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 
-from stairs.checkpoints.layout import check_names, tensor_specs
+from stairs.checkpoints.layout import check_names, our_name, tensor_specs
 from stairs.checkpoints.tensors import SAMPLE_BYTES, PackedRows
 from stairs.config import ModelConfig
 from stairs.errors import CheckpointError
@@ -29,8 +29,6 @@ _MAX_INDEX_BYTES = 10 * 2**20
 _MAX_INDEX_VALUES = 150_000
 _DENSE = frozenset({"F64", "F32", "F16", "BF16"})
 _FILE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*\.safetensors")
-# Buffers that older programs saved beside the weights.
-_NOT_WEIGHTS = re.compile(r".*(\.attn\.(bias|masked_bias)|rotary_emb\.inv_freq)")
 
 
 class SafetensorsFolder:
@@ -42,7 +40,7 @@ class SafetensorsFolder:
         for path in _files(folder):
             file = _open(path)
             for stored in file.keys():  # noqa: SIM118 - a handle, not a mapping
-                name = _our_name(stored, config)
+                name = our_name(stored, config)
                 if name in self._where:
                     raise CheckpointError(f"{path.name}: tensor {stored!r} is there twice")
                 if name is not None:
@@ -126,7 +124,7 @@ def _check_index(folder: Path, found: dict[str, tuple[Any, str]], config: ModelC
     """Each tensor of the index must be in a file; that it is the named one changes nothing."""
     if (folder / _INDEX).is_file():
         for stored in _weight_map(folder):
-            name = _our_name(stored, config)
+            name = our_name(stored, config)
             if name is not None and name not in found:
                 raise CheckpointError(f"{_INDEX} lists tensor {stored!r:.80}, which no file holds")
 
@@ -148,15 +146,3 @@ def _open(path: Path) -> Any:
     except (SafetensorError, OSError) as error:
         reason = str(error).strip().splitlines()[0]
         raise CheckpointError(f"{path.name} cannot be read: {reason:.200}") from None
-
-
-def _our_name(stored: str, config: ModelConfig) -> str | None:
-    """The name in ``layout``; None for what is no weight of ours."""
-    if _NOT_WEIGHTS.fullmatch(stored):
-        return None
-    if stored == "lm_head.weight" and config.tie_word_embeddings:
-        return None
-    if config.model_type == "gpt2":
-        return stored.removeprefix("transformer.")
-    bare = stored.startswith(("layers.", "embed_tokens.", "norm."))  # saved without its head
-    return "model." + stored if bare else stored

@@ -10,9 +10,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from stairs.checkpoints.configs import FAMILIES
 from stairs.checkpoints.hub import fetch_file
 from stairs.checkpoints.planned import read_any_config
-from stairs.checkpoints.residence import gguf_types, plain_types
+from stairs.checkpoints.residence import folder_types, gguf_types, plain_types
 from stairs.checkpoints.sources import ALIASES
 from stairs.config import ModelConfig
 from stairs.errors import ModelNotFoundError
@@ -61,7 +62,9 @@ def find_model(model: str, *, revision: str | None = None) -> Found:
 def _in_folder(folder: Path) -> Found:
     config = folder / "config.json"
     if config.is_file():
-        return Found(folder.name, str(config), _read_json(config))
+        found = _read_json(config)
+        runs = found.model_type in FAMILIES
+        return Found(folder.name, str(config), found, folder_types(folder, found) if runs else None)
     files = sorted(folder.glob("*.gguf"))
     if not files:
         raise ModelNotFoundError(f"{folder} has neither config.json nor a .gguf", param="model")
