@@ -57,7 +57,7 @@ def load_tiles(
     k_boxes, v_boxes, table, entries, starts, k_tiles, v_tiles, full, empty, first, head,
     table_stride, num_blocks,
     KV_HEADS: gl.constexpr, BLOCK: gl.constexpr, BOX: gl.constexpr, BN: gl.constexpr,
-    BD: gl.constexpr, STAGES: gl.constexpr,
+    BD: gl.constexpr, STAGES: gl.constexpr, CHAINED: gl.constexpr,
 ):  # fmt: skip
     """The producer: every tile of every entry into the ring, in boxes of BOX keys of one page.
 
@@ -82,6 +82,8 @@ def load_tiles(
                 outside = num_blocks * KV_HEADS * BLOCK
                 rows += (gl.where(key < last_key, row, outside),)  # type: ignore[assignment]
             mbarrier.wait(empty.index(stage), ((turn // STAGES) & 1) ^ 1)
+            if CHAINED and turn == 0:  # K and V may have been written just now
+                gdc_wait()
             mbarrier.expect(full.index(stage), 4 * BN * BD)
             for part in gl.static_range(BN // BOX):
                 to_k = k_tiles.index(stage).slice(part * BOX, BOX, 0)
@@ -151,6 +153,7 @@ def attend_narrow(
     empty, first, head, scale, q_token, q_head,
     GROUP: gl.constexpr, KV_HEADS: gl.constexpr, D: gl.constexpr, BD: gl.constexpr,
     ROWS: gl.constexpr, BN: gl.constexpr, STAGES: gl.constexpr, COUNTING: gl.constexpr,
+    CHAINED: gl.constexpr,
 ):  # fmt: skip
     """The consumer of up to 16 rows. Axes (warp, row, key or d): warp w has keys w * BN / 4 on of
     each tile, so that no warp waits for another's maximum."""
@@ -164,6 +167,8 @@ def attend_narrow(
     fields = read_entry(entries + first * 8, True)
     begin = gl.load(starts + first)
     num = gl.load(starts + first + 1) - begin + 1
+    if CHAINED:
+        gdc_wait()
     for i in range(num):
         token, num_q, num_kv, first_row, first_key, last_key, partial, seat = fields
         if COUNTING:
@@ -231,6 +236,7 @@ def attend_wide(
     empty, first, head, scale, q_token, q_head,
     GROUP: gl.constexpr, KV_HEADS: gl.constexpr, D: gl.constexpr, BD: gl.constexpr,
     ROWS: gl.constexpr, BN: gl.constexpr, STAGES: gl.constexpr, COUNTING: gl.constexpr,
+    CHAINED: gl.constexpr,
 ):  # fmt: skip
     """The consumer of up to 64 rows: one warpgroup's product, its queries in registers."""
     S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BN, 16])
@@ -243,6 +249,8 @@ def attend_wide(
     fields = read_entry(entries + first * 8, True)
     begin = gl.load(starts + first)
     num = gl.load(starts + first + 1) - begin + 1
+    if CHAINED:
+        gdc_wait()
     for i in range(num):
         token, num_q, num_kv, first_row, first_key, last_key, partial, seat = fields
         if COUNTING:
@@ -308,7 +316,9 @@ def decode_kernel(
     """Program (c, head) of C x KV_HEADS: entry c, then entries starts[c] .. starts[c + 1].
 
     ``scale`` is in log2 units; q (T, H, D), out (T, H, D) dense. CHAINED: launched while the
-    kernel before may still run, and the merge while this one does; both wait before they read.
+    kernel before may still run, and the merge while this one does. Both read their lists and the
+    block table at once, which are copied to the card and never written by a kernel, and wait
+    before they read anything else.
     """
     first = gl.program_id(0) // KV_HEADS
     head = gl.program_id(0) % KV_HEADS
@@ -322,17 +332,17 @@ def decode_kernel(
         mbarrier.init(empty.index(stage), count=1)
     fence_async_shared()
     if CHAINED:
-        gdc_wait()
         gdc_launch_dependents()
     if ROWS == 16:
         gl.warp_specialize(
             [
                 (attend_narrow, (q, out, partial_out, partial_lse, counts, entries, starts,
                                  k_tiles, v_tiles, full, empty, first, head, scale, q_token, q_head,
-                                 GROUP, KV_HEADS, D, BD, ROWS, BN, STAGES, COUNTING)),
+                                 GROUP, KV_HEADS, D, BD, ROWS, BN, STAGES, COUNTING,
+                                 CHAINED)),
                 (load_tiles, (k_boxes, v_boxes, table, entries, starts, k_tiles, v_tiles, full,
                               empty, first, head, table_stride, num_blocks, KV_HEADS, BLOCK, BOX,
-                              BN, BD, STAGES)),
+                              BN, BD, STAGES, CHAINED)),
             ],
             [1],
             [LOADER_REGISTERS],
@@ -342,10 +352,11 @@ def decode_kernel(
             [
                 (attend_wide, (q, out, partial_out, partial_lse, counts, entries, starts,
                                k_tiles, v_tiles, full, empty, first, head, scale, q_token, q_head,
-                               GROUP, KV_HEADS, D, BD, ROWS, BN, STAGES, COUNTING)),
+                               GROUP, KV_HEADS, D, BD, ROWS, BN, STAGES, COUNTING,
+                               CHAINED)),
                 (load_tiles, (k_boxes, v_boxes, table, entries, starts, k_tiles, v_tiles, full,
                               empty, first, head, table_stride, num_blocks, KV_HEADS, BLOCK, BOX,
-                              BN, BD, STAGES)),
+                              BN, BD, STAGES, CHAINED)),
             ],
             [1],
             [LOADER_REGISTERS],

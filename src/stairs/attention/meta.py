@@ -36,7 +36,8 @@ class LayerKV:
 @dataclass(frozen=True, slots=True)
 class WorkList:
     """What GPU programs of one tile do, fields as in attention/work.py. W and M are capacities:
-    ``numbers`` on the device says how many entries and merges there are."""
+    ``numbers`` on the device says how many entries and merges there are. Copied to the device, as
+    block tables are, never written by a kernel: one launched early reads them at once."""
 
     tile: TritonTile | HopperTile
     entries: Tensor  # (W, 8) int32
