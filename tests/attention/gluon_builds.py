@@ -17,12 +17,12 @@ from triton.backends.compiler import GPUTarget
 from triton.experimental.gluon._runtime import GluonASTSource
 
 from stairs.attention.hopper import TILES, ForwardTile
-from stairs.attention.hopper_forward import BOXES, constants, forward_kernel
+from stairs.attention.hopper_forward import BOXES, PAGES, constants, forward_kernel
 from stairs.attention.hopper_order import order_kernel
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 BOX_ROWS = {"q": 64, "o": 64}  # of the others: the tile's keys
-POINTERS = {"lse": "fp32", "tiles": "i32", "cu_q": "i32", "cu_kv": "i32"}
+POINTERS = {"lse": "fp32", "tiles": "i32", "table": "i32", "cu_q": "i32", "cu_kv": "i32"}
 SHARED_LIMIT = 227 * 1024
 IS_36 = triton.__version__.startswith("3.6.")
 
@@ -58,6 +58,7 @@ class ForwardBuild:
     capped: bool = False
     lse: bool = True
     dtype: str = "bf16"
+    page: int = 0
 
     @property
     def name(self) -> str:
@@ -71,19 +72,22 @@ class ForwardBuild:
             name for name in ("right", "left", "ragged", "cut", "capped", "lse")
             if getattr(self, name)
         ]  # fmt: skip
-        return " ".join(told)
+        return " ".join(told) + (f" page{self.page}" if self.page else "")
 
     def compile(self) -> Any:
         fixed = constants(
             self.tile, head_dim=self.head_dim, dtype=DTYPES[self.dtype], is_ragged=self.ragged,
             has_right=self.right, has_left=self.left, is_cut=self.cut, is_capped=self.capped,
-            returns_lse=self.lse,
+            returns_lse=self.lse, page=self.page,
         )  # fmt: skip
         types = {"out": "*" + self.dtype, "scale": "fp32", "inner": "fp32"}
         types |= {name: "*" + kind for name, kind in POINTERS.items()}
         for name in ("q", "k", "v", "o"):
             box = [1, 1, BOX_ROWS.get(name, self.tile.keys), fixed["BD"]]
-            types[name] = f"tensordesc<{self.dtype}{box},{BOXES!r}>"
+            layout = BOXES
+            if self.page and name in ("k", "v"):
+                box, layout = [min(self.page, self.tile.keys), fixed["BD"]], PAGES
+            types[name] = f"tensordesc<{self.dtype}{box},{layout!r}>"
         return compiled(forward_kernel, fixed, types)
 
 
@@ -118,6 +122,8 @@ def chosen() -> Iterator[Build]:
                     yield ForwardBuild(tile, head_dim, right, left, ragged, capped=capped)
         yield ForwardBuild(tile, head_dim, right, ragged=True, dtype="fp16")
         yield ForwardBuild(tile, head_dim, right, lse=False, dtype="fp16")
+        for page in (16, 64, 256) if right else ():
+            yield ForwardBuild(tile, head_dim, right, ragged=True, lse=False, page=page)
 
 
 def swept() -> Iterator[Build]:

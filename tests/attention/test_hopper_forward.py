@@ -15,6 +15,8 @@ pytest.importorskip("triton")
 import stairs.attention.hopper_forward  # noqa: F401  (the real ones first, then the simulated)
 from attention.dense import attention_float64
 from attention.gluon_simulator import load
+from attention.ragged import make_ragged
+from stairs.attention.attend import write_kv
 from stairs.attention.choose import Tile
 from stairs.attention.flash import choose_contiguous, flash_attention
 from stairs.attention.hopper import TILES, ForwardTile, forward_tile, hopper_lacks
@@ -210,6 +212,42 @@ def test_the_self_test_knows_right_from_wrong() -> None:
         raise RuntimeError("no such name")
 
     assert "no such name" in str(what_is_wrong(broken, torch.device("cpu")))
+
+
+# -- pages ----------------------------------------------------------------------------------------
+
+CHUNKS = [(128, 300), (0, 7), (1, 1), (30, 30), (128, 128), (3, 147), (100, 500)]
+
+
+@kinds
+@pytest.mark.parametrize("block_size", [8, 16, 64, 128, 256])
+def test_pages(block_size: int, tile: ForwardTile) -> None:
+    """K1, K2, K3, K15: stale pages hold NaN, stale entries of the table lie outside the pool."""
+    batch = make_ragged(CHUNKS, block_size=block_size, dtype=torch.float16, tail=2**30)
+    write_kv(batch.k, batch.v, batch.layer_kv, batch.meta)
+    out = torch.full_like(batch.q, torch.nan)
+    simulated(block_size).hopper_chunks(
+        batch.q, batch.layer_kv.k, batch.layer_kv.v, cu_q=batch.meta.cu_q,
+        kv_len=batch.meta.kv_len, table=batch.meta.block_table, scale=64**-0.5, tile=tile,
+        out=out, num_sms=3,
+    )  # fmt: skip
+    assert (out.double() - batch.expected()).abs().max() <= 3e-3
+
+
+def test_pages_of_wide_heads_and_ids_outside_the_pool() -> None:
+    """K4: clamped, as the plain kernel does."""
+    batch = make_ragged([(70, 200)], num_heads=4, kv_heads=1, head_dim=80, dtype=torch.float16)
+    write_kv(batch.k, batch.v, batch.layer_kv, batch.meta)
+    call = {
+        "cu_q": batch.meta.cu_q, "kv_len": batch.meta.kv_len, "scale": 80**-0.5,
+        "tile": forward_tile(80, causal=True, window=(-1, -1)), "num_sms": 2,
+    }  # fmt: skip
+    out = torch.full_like(batch.q, torch.nan)
+    pools = batch.layer_kv.k, batch.layer_kv.v
+    simulated(0).hopper_chunks(batch.q, *pools, table=batch.meta.block_table, out=out, **call)
+    assert (out.double() - batch.expected()).abs().max() <= 3e-3
+    batch.meta.block_table[0, 1] = 2**30
+    simulated(0).hopper_chunks(batch.q, *pools, table=batch.meta.block_table, out=out, **call)
 
 
 # -- when it is taken -----------------------------------------------------------------------------

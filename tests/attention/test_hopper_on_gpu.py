@@ -10,9 +10,18 @@ import torch
 from torch import Tensor
 
 from attention.dense import attention_float64
-from attention.test_on_gpu import assert_right, composed, dense
+from attention.ragged import make_ragged
+from attention.test_on_gpu import (
+    assert_right,
+    composed,
+    dense,
+    expected,
+    on_gpu,
+    torch_own,
+)
+from stairs.attention.attend import write_kv
 from stairs.attention.flash import flash_attention, flash_attention_varlen
-from stairs.attention.hopper import TILES, ForwardTile
+from stairs.attention.hopper import TILES, ForwardTile, forward_tile
 
 IS_HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
 pytestmark = [
@@ -197,6 +206,26 @@ def test_a_captured_call_replays_with_other_ends() -> None:
         out.fill_(torch.nan)
         graph.replay()
         assert torch.equal(out, call())
+
+
+@pytest.mark.parametrize("block_size", [8, 16, 64, 128, 256])
+@pytest.mark.parametrize("head_dim", [64, 80, 128, 256])
+def test_chunks_over_pages(head_dim: int, block_size: int) -> None:
+    """K1, K2, K3, K15: stale pages hold NaN, stale entries of the table lie outside the pool."""
+    from stairs.attention.hopper_forward import hopper_chunks
+
+    lengths = [(128, 300), (0, 7), (1, 1), (3, 147), (512, 512), (512, 4000), (100, 500)]
+    batch = on_gpu(make_ragged(lengths, num_heads=8, kv_heads=2, head_dim=head_dim, tail=2**30,
+                               block_size=block_size, dtype=torch.bfloat16))  # fmt: skip
+    write_kv(batch.k, batch.v, batch.layer_kv, batch.meta)
+    out = torch.full_like(batch.q, torch.nan)
+    tile = forward_tile(head_dim, causal=True, window=(-1, -1))
+    hopper_chunks(
+        batch.q, batch.layer_kv.k, batch.layer_kv.v, cu_q=batch.meta.cu_q,
+        kv_len=batch.meta.kv_len, table=batch.meta.block_table, scale=head_dim**-0.5, tile=tile,
+        out=out,
+    )  # fmt: skip
+    assert_right(out, expected(batch), torch_own(batch))
 
 
 def test_the_self_test_passes() -> None:

@@ -1,4 +1,4 @@
-"""Exact attention forward for Hopper (sm_90) in Gluon: dense batches and ragged ones.
+"""Exact attention forward for Hopper (sm_90) in Gluon: dense batches, ragged ones, and paged.
 
 A program is one producer partition, which copies boxes of Q, K and V to shared memory, and two or
 three consumers of 64 query rows each. A consumer issues the product of the next keys before the
@@ -39,15 +39,17 @@ from stairs.attention.hopper import ForwardTile, padded
 from stairs.attention.hopper_order import RECORD, order_tiles, stretches
 from stairs.attention.hopper_softmax import quads_layout, weights
 
-__all__ = ["BOXES", "constants", "forward_kernel", "hopper_forward"]
+__all__ = ["BOXES", "PAGES", "constants", "forward_kernel", "hopper_chunks", "hopper_forward"]
 
 LOG2_E = 1.4426950408889634
 FAR = 2**30  # a window's side that is open
-BOX = gl.constexpr(gl.NVMMASharedLayout(128, 16, 2))
+PAGES = gl.NVMMASharedLayout(128, 16, 2)
+BOX = gl.constexpr(PAGES)
 BOXES = gl.NVMMASharedLayout(128, 16, 4)
 FIELDS = gl.constexpr(RECORD)
 SIZES = ["num_q", "num_kv", "left", "right", "heads", "group", "together", "row_tiles",
-         "num_tiles", "programs", "head_dim", "total_q"]  # fmt: skip
+         "num_tiles", "programs", "head_dim", "total_q", "table_stride",
+         "num_blocks"]  # fmt: skip
 
 
 @gluon.constexpr_function
@@ -103,7 +105,7 @@ def num_rounds(num_tiles, programs, RAGGED: gl.constexpr, RIGHT: gl.constexpr):
 def locate(r, tiles, num_q, num_kv, heads, together, row_tiles, programs, BM: gl.constexpr,
            RAGGED: gl.constexpr, RIGHT: gl.constexpr):  # fmt: skip
     """The r-th tile of rows of this program: box, head, first row in its sequence, and the
-    sequence's first row and number of rows in q, and in k."""
+    sequence's first row and number of rows in q, and in k; and which it is."""
     mine = gl.program_id(0)
     if RAGGED:
         # Longest first, there and back: each program gets long ones and short ones.
@@ -112,7 +114,7 @@ def locate(r, tiles, num_q, num_kv, heads, together, row_tiles, programs, BM: gl
         head = t // (count * together) * together + t % together
         record = tiles + (1 + t % (count * together) // together) * FIELDS
         return (0, head, gl.load(record), gl.load(record + 1), gl.load(record + 2),
-                gl.load(record + 3), gl.load(record + 4))  # fmt: skip
+                gl.load(record + 3), gl.load(record + 4), gl.load(record + 5))  # fmt: skip
     t = r * programs + mine
     if RIGHT:
         t = (r // 2 * programs + mine) * 2 + r % 2
@@ -121,12 +123,37 @@ def locate(r, tiles, num_q, num_kv, heads, together, row_tiles, programs, BM: gl
         # Tiles 2i and 2i + 1 are a head's i-th longest and i-th shortest: pairs are equally long.
         m = gl.where(m % 2 == 0, row_tiles - 1 - m // 2, m // 2)
     at = t // row_tiles
-    return at // heads, at % heads, m * BM, 0, num_q, 0, num_kv
+    return at // heads, at % heads, m * BM, 0, num_q, 0, num_kv, 0
+
+
+@gluon.jit
+def load_keys(
+    source, tile, full, box, kv_head, first_kv, j, keys, sequence, pool, BN: gl.constexpr,
+    BD: gl.constexpr, PAGE: gl.constexpr,
+):  # fmt: skip
+    """Tile j of a sequence's K or V: a box of rows of its head, or, where a PAGE of keys lies by
+    itself in pages (N, G, PAGE, D), a box a page. Boxes past the last key lie outside the pool:
+    the copy engine writes zeros and reads nothing, nor is a stale table entry."""
+    mbarrier.expect(full, BN * BD * 2)
+    if PAGE:
+        table, table_stride, num_blocks, kv_heads = pool
+        PART: gl.constexpr = PAGE if PAGE < BN else BN
+        places = table + sequence.to(gl.int64) * table_stride
+        for part in gl.static_range(BN // PART):
+            key = j * BN + part * PART
+            page = gl.load(places + gl.minimum(key, gl.maximum(keys - 1, 0)) // PAGE)
+            page = gl.minimum(gl.maximum(page, 0), num_blocks - 1)
+            row = (page * kv_heads + kv_head) * PAGE + key % PAGE
+            row = gl.where(key < keys, row, num_blocks * kv_heads * PAGE)
+            load_box(source, [row, 0], full, tile.slice(part * PART, PART, 0))
+    else:
+        load_box(source, [box, kv_head, first_kv + j * BN, 0], full, tile)
 
 
 @gluon.jit
 def producer(
-    q, k, v, memory, barriers, problem, BN: gl.constexpr, BD: gl.constexpr, STAGES: gl.constexpr,
+    q, k, v, memory, barriers, problem, pool, BN: gl.constexpr, BD: gl.constexpr,
+    STAGES: gl.constexpr, PAGE: gl.constexpr,
     CONSUMERS: gl.constexpr, K_FREE: gl.constexpr, V_FREE: gl.constexpr, RAGGED: gl.constexpr,
     RIGHT: gl.constexpr, LEFT: gl.constexpr,
 ):  # fmt: skip
@@ -136,23 +163,21 @@ def producer(
         problem
     )
     BM: gl.constexpr = 64 * CONSUMERS
-    BYTES: gl.constexpr = BN * BD * 2
     if RAGGED:
         num_tiles = gl.load(tiles) * heads
     stage = 0
     phase = 0
     q_phase = 0
     for r in range(num_rounds(num_tiles, programs, RAGGED, RIGHT)):
-        box, head, row0, first_q, rows, first_kv, keys = locate(
+        box, head, row0, first_q, rows, first_kv, keys, sequence = locate(
             r, tiles, num_q, num_kv, heads, together, row_tiles, programs, BM, RAGGED, RIGHT
         )
         first, clear, full, end = stretches(row0, rows, keys, left, right, BM, BN, RIGHT, LEFT)
         kv_head = head // group
         # Before Q, whose memory may be on its way out with the last tile's result.
         acquire(k_empty, stage, phase, K_FREE, CONSUMERS)
-        mbarrier.expect(k_full.index(stage), BYTES)
-        load_box(k, [box, kv_head, first_kv + (end - 1) * BN, 0], k_full.index(stage),
-                 k_tiles.index(stage))  # fmt: skip
+        load_keys(k, k_tiles.index(stage), k_full.index(stage), box, kv_head, first_kv, end - 1,
+                  keys, sequence, pool, BN, BD, PAGE)  # fmt: skip
         for c in gl.static_range(CONSUMERS):
             mbarrier.wait(q_empty.index(c), q_phase ^ 1)
             mbarrier.expect(q_full.index(c), 64 * BD * 2)
@@ -163,18 +188,15 @@ def producer(
         for j in range(end - 2, first - 1, -1):
             next_stage, next_phase = advanced(stage, phase, STAGES)
             acquire(k_empty, next_stage, next_phase, K_FREE, CONSUMERS)
-            mbarrier.expect(k_full.index(next_stage), BYTES)
-            load_box(k, [box, kv_head, first_kv + j * BN, 0], k_full.index(next_stage),
-                     k_tiles.index(next_stage))  # fmt: skip
+            load_keys(k, k_tiles.index(next_stage), k_full.index(next_stage), box, kv_head,
+                      first_kv, j, keys, sequence, pool, BN, BD, PAGE)  # fmt: skip
             acquire(v_empty, stage, phase, V_FREE, CONSUMERS)
-            mbarrier.expect(v_full.index(stage), BYTES)
-            load_box(v, [box, kv_head, first_kv + (j + 1) * BN, 0], v_full.index(stage),
-                     v_tiles.index(stage))  # fmt: skip
+            load_keys(v, v_tiles.index(stage), v_full.index(stage), box, kv_head, first_kv,
+                      j + 1, keys, sequence, pool, BN, BD, PAGE)  # fmt: skip
             stage, phase = next_stage, next_phase
         acquire(v_empty, stage, phase, V_FREE, CONSUMERS)
-        mbarrier.expect(v_full.index(stage), BYTES)
-        load_box(v, [box, kv_head, first_kv + first * BN, 0], v_full.index(stage),
-                 v_tiles.index(stage))  # fmt: skip
+        load_keys(v, v_tiles.index(stage), v_full.index(stage), box, kv_head, first_kv, first,
+                  keys, sequence, pool, BN, BD, PAGE)  # fmt: skip
         stage, phase = advanced(stage, phase, STAGES)
 
 
@@ -279,7 +301,7 @@ def consumer(
             numbered_arrive(K_FREE + i, all_threads(CONSUMERS))
             numbered_arrive(V_FREE + i, all_threads(CONSUMERS))
     for r in range(num_rounds(num_tiles, programs, RAGGED, RIGHT)):
-        box, head, row0, first_q, rows, first_kv, keys = locate(
+        box, head, row0, first_q, rows, first_kv, keys, sequence = locate(
             r, tiles, num_q, num_kv, heads, together, row_tiles, programs, BM, RAGGED, RIGHT
         )
         first, clear, full, end = stretches(row0, rows, keys, left, right, BM, BN, RIGHT, LEFT)
@@ -377,12 +399,13 @@ def consumer(
 
 @gluon.jit(do_not_specialize=SIZES)
 def forward_kernel(
-    q, k, v, o, out, lse, tiles, scale, inner, num_q, num_kv, left, right, heads, group, together,
-    row_tiles, num_tiles, programs, head_dim, total_q, BN: gl.constexpr, BD: gl.constexpr,
-    STAGES: gl.constexpr, CONSUMERS: gl.constexpr, REGISTERS: gl.constexpr, TURNS: gl.constexpr,
-    K_FREE: gl.constexpr, V_FREE: gl.constexpr, SPARE: gl.constexpr, LAZY: gl.constexpr,
-    RAGGED: gl.constexpr, RIGHT: gl.constexpr, LEFT: gl.constexpr, CUT: gl.constexpr,
-    CAPPED: gl.constexpr, LSE: gl.constexpr, BFLOAT: gl.constexpr,
+    q, k, v, o, out, lse, tiles, table, scale, inner, num_q, num_kv, left, right, heads, group,
+    together, row_tiles, num_tiles, programs, head_dim, total_q, table_stride, num_blocks,
+    BN: gl.constexpr, BD: gl.constexpr, PAGE: gl.constexpr, STAGES: gl.constexpr,
+    CONSUMERS: gl.constexpr, REGISTERS: gl.constexpr, TURNS: gl.constexpr, K_FREE: gl.constexpr,
+    V_FREE: gl.constexpr, SPARE: gl.constexpr, LAZY: gl.constexpr, RAGGED: gl.constexpr,
+    RIGHT: gl.constexpr, LEFT: gl.constexpr, CUT: gl.constexpr, CAPPED: gl.constexpr,
+    LSE: gl.constexpr, BFLOAT: gl.constexpr,
 ):  # fmt: skip
     """O (B, rows, H, D) as boxes of ``o`` and rows of ``out``, LSE (B, H, rows), natural log.
 
@@ -428,14 +451,15 @@ def forward_kernel(
         num_tiles,
         programs,
     )
+    pool = (table, table_stride, num_blocks, heads // group)
     C0: gl.constexpr = 0
     C1: gl.constexpr = 1
     C2: gl.constexpr = 2
     if CONSUMERS == 2:
         gl.warp_specialize(
             [
-                (producer, (q, k, v, memory, barriers, problem, BN, BD, STAGES, CONSUMERS, K_FREE,
-                            V_FREE, RAGGED, RIGHT, LEFT)),
+                (producer, (q, k, v, memory, barriers, problem, pool, BN, BD, STAGES, PAGE,
+                            CONSUMERS, K_FREE, V_FREE, RAGGED, RIGHT, LEFT)),
                 (consumer, (o, out, lse, memory, barriers, problem, scale, inner, head_dim,
                             total_q, C0, BN, BD, STAGES, CONSUMERS, TURNS, K_FREE, V_FREE, SPARE,
                             LAZY, RAGGED, RIGHT, LEFT, CUT, CAPPED, LSE, BFLOAT)),
@@ -449,8 +473,8 @@ def forward_kernel(
     else:
         gl.warp_specialize(
             [
-                (producer, (q, k, v, memory, barriers, problem, BN, BD, STAGES, CONSUMERS, K_FREE,
-                            V_FREE, RAGGED, RIGHT, LEFT)),
+                (producer, (q, k, v, memory, barriers, problem, pool, BN, BD, STAGES, PAGE,
+                            CONSUMERS, K_FREE, V_FREE, RAGGED, RIGHT, LEFT)),
                 (consumer, (o, out, lse, memory, barriers, problem, scale, inner, head_dim,
                             total_q, C0, BN, BD, STAGES, CONSUMERS, TURNS, K_FREE, V_FREE, SPARE,
                             LAZY, RAGGED, RIGHT, LEFT, CUT, CAPPED, LSE, BFLOAT)),
@@ -468,13 +492,14 @@ def forward_kernel(
 
 def constants(
     tile: ForwardTile, *, head_dim: int, dtype: torch.dtype, is_ragged: bool, has_right: bool,
-    has_left: bool, is_cut: bool, is_capped: bool, returns_lse: bool,
+    has_left: bool, is_cut: bool, is_capped: bool, returns_lse: bool, page: int = 0,
 ) -> dict[str, int]:  # fmt: skip
     """What a launch compiles in. ``is_cut``: the last tile of keys may hold hidden ones."""
     k_free, v_free = tile.free_barriers
     return {
         "BN": tile.keys,
         "BD": padded(head_dim),
+        "PAGE": page,
         "STAGES": tile.stages,
         "CONSUMERS": tile.consumers,
         "REGISTERS": tile.registers,
@@ -532,12 +557,49 @@ def hopper_forward(
     programs = min(num_sms, num_tiles)
     forward_kernel[(programs,)](
         _boxes(q, 64), _boxes(k, tile.keys), _boxes(v, tile.keys), _boxes(out, 64), out, lse,
-        tiles, (softcap or scale) * LOG2_E, scale / softcap if softcap else 0.0, num_q, num_kv,
+        tiles, tiles, (softcap or scale) * LOG2_E, scale / softcap if softcap else 0.0, num_q,
+        num_kv,
         left, right, heads, heads // kv_heads, together, row_tiles, num_tiles, programs, head_dim,
-        num_q,
+        num_q, 0, 0,
         **fixed, num_warps=4, enable_fp_fusion=True,
     )  # fmt: skip
     return out, lse
+
+
+def hopper_chunks(
+    q: Tensor, k_pool: Tensor, v_pool: Tensor, *, cu_q: Tensor, kv_len: Tensor, table: Tensor,
+    scale: float, tile: ForwardTile, out: Tensor, num_sms: int = 132,
+) -> None:  # fmt: skip
+    """Causal rows q (T, H, D) over pages (N, G, B, D) of which ``table`` (S, P) names each
+    sequence's in order, ``kv_len`` (S,) keys of each, into out (T, H, D).
+
+    Pages of at least 8 that divide the tile's keys, or that they divide. Entries of the table past
+    the last key are not read, ids are clamped into the pool, what a page held before stays there.
+    """
+    total_q, heads, head_dim = q.shape
+    num_blocks, kv_heads, page = k_pool.shape[:3]
+    if not total_q:
+        return
+    cu_kv = torch.nn.functional.pad(kv_len.cumsum(0, dtype=torch.int32), (1, 0))
+    tiles = order_tiles(
+        cu_q, cu_kv, total_q=total_q, rows=tile.rows, keys=tile.keys, left=FAR, right=0,
+        has_right=True, has_left=False,
+    )  # fmt: skip
+    programs = min(num_sms, (total_q // tile.rows + len(kv_len)) * heads)
+    fixed = constants(
+        tile, head_dim=head_dim, dtype=q.dtype, is_ragged=True, has_right=True, has_left=False,
+        is_cut=True, is_capped=False, returns_lse=False, page=page,
+    )  # fmt: skip
+    shape, box = [num_blocks * kv_heads * page, head_dim], [min(page, tile.keys), padded(head_dim)]
+    k_boxes, v_boxes = (
+        TensorDescriptor(pool, shape, [head_dim, 1], box, PAGES) for pool in (k_pool, v_pool)
+    )
+    forward_kernel[(programs,)](
+        _boxes(q[None], 64), k_boxes, v_boxes, _boxes(out[None], 64), out, out, tiles, table,
+        scale * LOG2_E, 0.0, total_q, 0, FAR, 0, heads, heads // kv_heads, heads // kv_heads, 0, 0,
+        programs, head_dim, total_q, table.stride(0), num_blocks,
+        **fixed, num_warps=4, enable_fp_fusion=True,
+    )  # fmt: skip
 
 
 def _boxes(x: Tensor, rows: int) -> TensorDescriptor:

@@ -14,7 +14,7 @@ from stairs.attention.gluon_api import gl, gluon
 
 __all__ = ["RECORD", "order_kernel", "order_tiles", "stretches"]
 
-RECORD = 8  # ints of a tile: first row, first_q, num_q, first_kv, num_kv, and three not used
+RECORD = 8  # ints of a tile: first row, first_q, num_q, first_kv, num_kv, sequence, two not used
 FIELDS = gl.constexpr(RECORD)
 SLOTS = gl.constexpr(128)  # tiles a program places, and compares them with at a time
 PART = gl.constexpr(32)  # sequences looked at at a time
@@ -106,6 +106,7 @@ def order_kernel(
     gl.store(record + 2, gl.load(cu_q + sequence + 1) - first_q, mask=exists)
     gl.store(record + 3, first_kv, mask=exists)
     gl.store(record + 4, gl.load(cu_kv + sequence + 1) - first_kv, mask=exists)
+    gl.store(record + 5, sequence, mask=exists)
     gl.store(tiles, count)
 
 
