@@ -146,8 +146,8 @@ def _add_text(app: FastAPI, service: Service) -> None:
                 template_kwargs=body.chat_template_kwargs,
             )
         else:
-            tokens = await service.encode(
-                body.prompt or "", add_special_tokens=body.add_special_tokens
+            (tokens,) = await service.encode(
+                [body.prompt or ""], add_special_tokens=body.add_special_tokens
             )
         limit = service.bridge.ready().max_model_len
         return Reply(replies.Tokens(len(tokens), limit, tokens))

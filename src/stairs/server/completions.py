@@ -60,9 +60,11 @@ class Completions:
             prompt_logprobs=request.logprobs if request.echo else None,
         )
         grammar = await service.grammar(request.response_format, None)
+        texts = [prompt for prompt in prompts if isinstance(prompt, str)]
+        encoded = iter(await service.encode(texts))
         return [
             Prompt(
-                await service.encode(prompt) if isinstance(prompt, str) else prompt,
+                next(encoded) if isinstance(prompt, str) else prompt,
                 params,
                 text=prompt if isinstance(prompt, str) else None,
                 salt=request.cache_salt,

@@ -62,15 +62,21 @@ class Service:
 
     # -- text -------------------------------------------------------------------------------
 
-    async def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
-        if not text:
-            raise InvalidRequestError("the prompt is empty", param="prompt")
-        self._check_length(len(text), "prompt")
+    async def encode(
+        self, texts: Sequence[str], *, add_special_tokens: bool = True
+    ) -> list[list[int]]:
+        """Ids of each prompt; many short ones together are as long as one."""
+        for text in texts:
+            if not text:
+                raise InvalidRequestError("the prompt is empty", param="prompt")
+            self._check_length(len(text), "prompt")
 
-        def encode() -> list[int]:
-            return self.tokenizer.encode(text, add_special_tokens=add_special_tokens)
+        def encode() -> list[list[int]]:
+            return [
+                self.tokenizer.encode(text, add_special_tokens=add_special_tokens) for text in texts
+            ]
 
-        return await self._off_loop(encode, len(text))
+        return await self._off_loop(encode, sum(map(len, texts)))
 
     async def decode(self, tokens: list[int]) -> str:
         wrong = next((token for token in tokens if token >= self.tokenizer.vocab_size), None)
