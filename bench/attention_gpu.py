@@ -1,10 +1,10 @@
 """How fast is attention on a GPU, beside what else runs there? One JSON line a cell.
 
 `python bench/attention_gpu.py [--prefill] [--decode] [--sweep] [--fa3 FILE]`: contiguous prefill
-beside PyTorch's FlashAttention-2 and cuDNN, FlexAttention and materialised attention; paged decode
-in a CUDA graph. Ours by plain Triton and (`ours_hopper`) Gluon; --sweep: every tile of the latter.
-FILE is vLLM's build of FlashAttention-3 (_vllm_fa3_C.abi3.so), beside both. bfloat16, fresh random
-inputs, sides in turn, medians; a causal cell counts half the FLOPs.
+beside PyTorch's FlashAttention-2 and cuDNN, FlexAttention and materialised attention, and prompt
+chunks over pages; paged decode in a CUDA graph. Ours by plain Triton and (`ours_hopper`) Gluon;
+--sweep: every tile of the latter. FILE is vLLM's build of FlashAttention-3 (_vllm_fa3_C.abi3.so).
+bfloat16, fresh random inputs, sides in turn, medians; a causal cell counts half the FLOPs.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gpu_prefill import HEAD_DIMS, prefill
+from gpu_prefill import HEAD_DIMS, chunks, prefill
 from gpu_sides import Side, fa3_side, load_fa3, milliseconds, report
 from stairs.attention.attend import attend_written, cut
 from stairs.attention.devices import cutter_for, hopper_decode_lacks
@@ -202,6 +202,8 @@ def main() -> None:
                 fa3, repeats=asked.repeats, head_dims=asked.head_dim or HEAD_DIMS,
                 sweep=asked.sweep,
             )  # fmt: skip
+            if not asked.sweep:
+                chunks(fa3, repeats=asked.repeats, head_dims=asked.head_dim or HEAD_DIMS)
         if asked.decode or both:
             decode(
                 fa3, repeats=asked.repeats, block_sizes=asked.block_size or [16, 32, 64],

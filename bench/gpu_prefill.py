@@ -13,15 +13,21 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, flex_attention, sdpa_kernel
 
 from gpu_sides import Side, fa3_side, milliseconds, report
+from stairs.attention.attend import attend_written, cut
 from stairs.attention.devices import card_of
 from stairs.attention.flash import flash_attention, flash_attention_varlen
 from stairs.attention.hopper import ForwardTile, forward_tiles
+from stairs.attention.hopper_forward import hopper_chunks, hopper_forward
+from stairs.attention.meta import AttnMeta, LayerKV
 
 HEAD_DIMS = (64, 128, 256)
 TOKENS = 16384
 LENGTHS = (512, 1024, 2048, 4096, 8192, 16384, 32768)
 SWEPT_LENGTHS = (512, 2048, 8192)
 RAGGED = (1, 8192, 3, 17, 1500, 64, 128, 2500, 300, 700, 33, 1024, 900, 511, 511)  # 16384 in all
+CHUNK = 512  # prompt tokens of a step
+CHUNK_HEADS = [(32, 8, 128), (9, 3, 64)]
+CONTEXTS = (512, 2048, 8192, 32768)
 
 
 @dataclass(frozen=True)
@@ -139,8 +145,6 @@ def peers(cell: Prefill, q: Tensor, k: Tensor, v: Tensor, *, fa3: Any) -> dict[s
 
 def swept_sides(cell: Prefill, q: Tensor, k: Tensor, v: Tensor) -> dict[str, Side]:
     """Every tile of the table, and cuDNN where it has such a call."""
-    from stairs.attention.hopper_forward import hopper_forward
-
     ends = ends_of(cell) if cell.is_ragged else None
 
     def with_tile(tile: ForwardTile) -> Side:
@@ -179,3 +183,62 @@ def materialised(q: Tensor, k: Tensor, v: Tensor, *, causal: bool) -> Tensor:
         hidden = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).triu(1)
         scores = scores.masked_fill(hidden, -torch.inf)
     return scores.softmax(-1) @ v
+
+
+# -- chunks over pages ----------------------------------------------------------------------------
+
+
+def chunks(fa3: Any, *, repeats: int, head_dims: Sequence[int]) -> None:
+    """512 new tokens of one sequence over shuffled pages: TFLOP/s over the keys they see."""
+    for heads, kv_heads, head_dim in CHUNK_HEADS:
+        for page in (16, 64) if head_dim in head_dims else ():
+            for context in CONTEXTS:
+                sides = chunk_sides(heads, kv_heads, head_dim, page, context, fa3=fa3)
+                times = milliseconds(sides, repeats=repeats)
+                seen = CHUNK * context - CHUNK * (CHUNK - 1) / 2
+                flops = 4.0 * seen * heads * head_dim
+                report(
+                    what="chunk", head_dim=head_dim, heads=f"{heads}/{kv_heads}", page=page,
+                    context=context,
+                    tflops={name: round(flops / ms / 1e9) for name, ms in times.items()},
+                )  # fmt: skip
+
+
+def chunk_sides(
+    heads: int, kv_heads: int, head_dim: int, page: int, context: int, *, fa3: Any
+) -> dict[str, Side]:
+    def random(*shape: int) -> Tensor:
+        return torch.randn(shape, device="cuda", dtype=torch.bfloat16)
+
+    q, pages = random(CHUNK, heads, head_dim), context // page
+    pool = LayerKV(*(random(pages, kv_heads, page, head_dim) for _ in range(2)))
+    ends = torch.tensor([0, CHUNK], device="cuda", dtype=torch.int32)
+    meta = AttnMeta(
+        cu_q=ends,
+        kv_len=torch.tensor([context], device="cuda", dtype=torch.int32),
+        block_table=torch.randperm(pages, device="cuda").to(torch.int32)[None],
+        slots=torch.empty(0, device="cuda", dtype=torch.int64),
+        counts=torch.zeros((1, 3), device="cuda", dtype=torch.int64),
+        max_q=CHUNK,
+        max_kv=context,
+        counting=False,
+    )
+    worked = cut(q, pool, meta)
+    tile = forward_tiles(head_dim, has_right_edge=True)[0]
+    out = torch.empty_like(q)
+
+    def ours_hopper() -> None:
+        hopper_chunks(
+            q, pool.k, pool.v, cu_q=ends, kv_len=meta.kv_len, table=meta.block_table,
+            scale=head_dim**-0.5, tile=tile, out=out, num_sms=card_of(q.device).num_sms,
+        )  # fmt: skip
+
+    sides: dict[str, Side] = {
+        "stairs": lambda: attend_written(q, pool, worked), "ours_hopper": ours_hopper,
+    }  # fmt: skip
+    if fa3 is not None:
+        rows = [x.transpose(1, 2).contiguous() for x in (pool.k, pool.v)]
+        sides["fa3"] = fa3_side(
+            fa3, [q, *rows], ends, None, meta.kv_len, CHUNK, context, meta.block_table, causal=True
+        )
+    return sides
