@@ -160,23 +160,24 @@ def choose_flash(
     """What runs such a call, q (B, S, H, D), k and v (B, S, G, D), with which tile, and why."""
     if q.device.type != "cuda":
         return choose_contiguous(backend=backend, device=q.device.type)
-    wants_gradients = torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v))
     lacks = triton_supports(q.device, q.dtype, q.shape[-1])
-    if lacks is None and wants_gradients:
+    if lacks is None and torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v)):
         lacks = "gradients are wanted"
-    hopper = forward_tile(min(q.shape[-1], 256), causal=causal, window=window)
-    hopper_problem = lacks or hopper_lacks(
-        q, k, v, capability=torch.cuda.get_device_capability(q.device), release=triton_release()
-    )
-    if hopper_problem is None and hopper.measured is not None and backend == "auto":
-        hopper_problem = self_test(q.device)
+    if lacks is not None:
+        return choose_contiguous(
+            backend=backend, device="cuda", triton_lacks=lacks, hopper_lacks=lacks
+        )
+    hopper = forward_tile(q.shape[-1], causal=causal, window=window)
+    capability = divmod(card_of(q.device).capability, 10)
+    problem = hopper_lacks(q, k, v, capability=capability, release=triton_release())
+    if problem is None and hopper.measured is not None and backend == "auto":
+        problem = self_test(q.device)
     tile = _tile(q, causal=causal, max_q=max_q)
     return choose_contiguous(
         backend=backend,
         device="cuda",
-        triton_lacks=lacks,
         triton_tile=Tile(tile.rows, tile.keys),
-        hopper_lacks=hopper_problem,
+        hopper_lacks=problem,
         hopper_tile=Tile(hopper.rows, hopper.keys),
         hopper_tflops=hopper.measured,
     )

@@ -24,6 +24,7 @@ RAN_ON: frozenset[str] = frozenset()
 Forward = Callable[..., tuple[Tensor, Tensor]]
 
 
+@functools.cache
 def triton_release() -> str:
     try:
         return importlib.metadata.version("triton")
