@@ -163,7 +163,7 @@ def swept_sides(cell: Prefill, q: Tensor, k: Tensor, v: Tensor) -> dict[str, Sid
 
 
 def told_forward(tile: ForwardTile) -> str:
-    extras = [name for name in ("turns", "spare", "lazy") if getattr(tile, name)]
+    extras = [name for name in ("turns", "spare", "lazy", "rounds") if getattr(tile, name)]
     return " ".join([f"{tile.rows}x{tile.keys} stages {tile.stages}", tile.releases, *extras])
 
 

@@ -29,7 +29,8 @@ class ForwardTile:
     ``releases``: how a consumer gives a stage back, by an mbarrier, at which its four warps meet
     first, or by a hardware barrier. ``spare``: O leaves from memory of its own and not from Q's,
     so the next Q need not wait for it. ``lazy``: maxima follow only rises of more than 2**8, and
-    O is rescaled only then.
+    O is rescaled only then. ``rounds``: under a staircase rows are taken longest first over all
+    heads, there and back, and not in pairs of a long and a short tile of one head.
     """
 
     keys: int
@@ -40,6 +41,7 @@ class ForwardTile:
     releases: Releases = "mbarrier"
     spare: bool = False
     lazy: bool = False
+    rounds: bool = False
     measured: float | None = None  # TFLOP/s on an H200 in bfloat16 at 8192 keys
 
     @property
@@ -83,6 +85,8 @@ TILES: dict[tuple[int, bool], tuple[ForwardTile, ...]] = {
         ForwardTile(128, 3, 2, 240, turns=False, spare=True),
         ForwardTile(128, 2, 3, 160, turns=False, releases="hardware", spare=True),
         ForwardTile(64, 3, 3, 160, turns=False, spare=True),
+        ForwardTile(128, 2, 2, 240, rounds=True),
+        ForwardTile(128, 3, 2, 240, releases="hardware", spare=True, lazy=True, rounds=True),
     ),
     (128, False): (
         ForwardTile(128, 2, 2, 240),
@@ -105,6 +109,8 @@ TILES: dict[tuple[int, bool], tuple[ForwardTile, ...]] = {
         ForwardTile(128, 2, 2, 240, turns=False, releases="hardware", spare=True, lazy=True),
         ForwardTile(128, 3, 2, 240, releases="hardware", lazy=True),
         ForwardTile(64, 3, 2, 240, releases="hardware", spare=True, lazy=True),
+        ForwardTile(128, 2, 2, 240, rounds=True),
+        ForwardTile(128, 2, 2, 240, releases="hardware", spare=True, lazy=True, rounds=True),
     ),
     (256, False): (
         ForwardTile(64, 2, 2, 240),
@@ -123,6 +129,8 @@ TILES: dict[tuple[int, bool], tuple[ForwardTile, ...]] = {
         ForwardTile(64, 2, 2, 240, releases="hardware", lazy=True),
         ForwardTile(64, 2, 2, 240, turns=False, releases="hardware", lazy=True),
         ForwardTile(32, 3, 2, 240, releases="hardware", spare=True, lazy=True),
+        ForwardTile(64, 2, 2, 240, turns=False, rounds=True),
+        ForwardTile(64, 2, 2, 240, turns=False, releases="hardware", lazy=True, rounds=True),
     ),
 }
 

@@ -7,8 +7,8 @@ the last tile of a row to the first: cut by the right edge, seen by all rows, cu
 A program takes many tiles of rows, and its barriers go on counting from one to the next. Which
 tile sizes: ``hopper``; in which order ragged rows: ``hopper_order``.
 """
-# ruff: noqa: E741, RUF059, SIM102, SIM108  (l is the softmax denominator everywhere in this package;
-# a name _ is carried by Triton's loops like any other, and a constant decides alone)
+# ruff: noqa: E741, RUF059, SIM102, SIM108  (l is the softmax denominator in this whole package; a
+# name _ is carried by Triton's loops like any other, and a constant decides alone)
 
 from __future__ import annotations
 
@@ -47,8 +47,8 @@ PAGES = gl.NVMMASharedLayout(128, 16, 2)
 BOX = gl.constexpr(PAGES)
 BOXES = gl.NVMMASharedLayout(128, 16, 4)
 FIELDS = gl.constexpr(RECORD)
-SIZES = ["num_q", "num_kv", "left", "right", "heads", "group", "together", "row_tiles",
-         "num_tiles", "programs", "head_dim", "total_q", "table_stride",
+SIZES = ["num_q", "num_kv", "left", "right", "heads", "group", "row_tiles", "num_tiles",
+         "programs", "head_dim", "total_q", "table_stride",
          "num_blocks"]  # fmt: skip
 
 
@@ -90,39 +90,41 @@ def release(empty, stage, barrier: gl.constexpr, CONSUMERS: gl.constexpr):
 
 
 @gluon.jit
-def num_rounds(num_tiles, programs, RAGGED: gl.constexpr, RIGHT: gl.constexpr):
+def num_rounds(num_tiles, programs, ORDER: gl.constexpr):
     """How many tiles of rows this program takes."""
     mine = gl.program_id(0)
-    if RAGGED:
-        mine = gl.where(num_tiles // programs % 2 == 0, mine, programs - 1 - mine)
-    elif RIGHT:
+    if ORDER == "pairs":
         over = num_tiles % (2 * programs) - 2 * mine
         return num_tiles // (2 * programs) * 2 + gl.minimum(gl.maximum(over, 0), 2)
+    if ORDER == "rounds":
+        mine = gl.where(num_tiles // programs % 2 == 0, mine, programs - 1 - mine)
     return num_tiles // programs + gl.where(num_tiles % programs > mine, 1, 0)
 
 
 @gluon.jit
-def locate(r, tiles, num_q, num_kv, heads, together, row_tiles, programs, BM: gl.constexpr,
-           RAGGED: gl.constexpr, RIGHT: gl.constexpr):  # fmt: skip
+def locate(r, tiles, num_q, num_kv, heads, row_tiles, num_tiles, programs, BM: gl.constexpr,
+           RAGGED: gl.constexpr, ORDER: gl.constexpr):  # fmt: skip
     """The r-th tile of rows of this program: box, head, first row in its sequence, and the
     sequence's first row and number of rows in q, and in k; and which it is."""
     mine = gl.program_id(0)
-    if RAGGED:
-        # Longest first, there and back: each program gets long ones and short ones.
-        t = r * programs + gl.where(r % 2 == 0, mine, programs - 1 - mine)
-        count = gl.load(tiles)
-        head = t // (count * together) * together + t % together
-        record = tiles + (1 + t % (count * together) // together) * FIELDS
-        return (0, head, gl.load(record), gl.load(record + 1), gl.load(record + 2),
-                gl.load(record + 3), gl.load(record + 4), gl.load(record + 5))  # fmt: skip
+    if ORDER == "rounds":  # longest first, there and back: each program gets long and short ones
+        mine = gl.where(r % 2 == 0, mine, programs - 1 - mine)
     t = r * programs + mine
-    if RIGHT:
-        t = (r // 2 * programs + mine) * 2 + r % 2
-    m = t % row_tiles
-    if RIGHT:
-        # Tiles 2i and 2i + 1 are a head's i-th longest and i-th shortest: pairs are equally long.
-        m = gl.where(m % 2 == 0, row_tiles - 1 - m // 2, m // 2)
-    at = t // row_tiles
+    if RAGGED:
+        record = tiles + (1 + t // heads) * FIELDS
+        return (0, t % heads, gl.load(record), gl.load(record + 1), gl.load(record + 2),
+                gl.load(record + 3), gl.load(record + 4), gl.load(record + 5))  # fmt: skip
+    if ORDER == "rounds":
+        all_heads = num_tiles // row_tiles
+        m = row_tiles - 1 - t // all_heads
+        at = t % all_heads
+    else:
+        if ORDER == "pairs":
+            t = (r // 2 * programs + mine) * 2 + r % 2
+        m = t % row_tiles
+        at = t // row_tiles
+        if ORDER == "pairs":  # tiles 2i and 2i + 1 are a head's i-th longest and i-th shortest
+            m = gl.where(m % 2 == 0, row_tiles - 1 - m // 2, m // 2)
     return at // heads, at % heads, m * BM, 0, num_q, 0, num_kv, 0
 
 
@@ -155,22 +157,20 @@ def producer(
     q, k, v, memory, barriers, problem, pool, BN: gl.constexpr, BD: gl.constexpr,
     STAGES: gl.constexpr, PAGE: gl.constexpr,
     CONSUMERS: gl.constexpr, K_FREE: gl.constexpr, V_FREE: gl.constexpr, RAGGED: gl.constexpr,
-    RIGHT: gl.constexpr, LEFT: gl.constexpr,
+    ORDER: gl.constexpr, RIGHT: gl.constexpr, LEFT: gl.constexpr,
 ):  # fmt: skip
     q_tiles, k_tiles, v_tiles, o_tiles = memory
     q_full, q_empty, k_full, k_empty, v_full, v_empty, clean = barriers
-    tiles, num_q, num_kv, left, right, heads, group, together, row_tiles, num_tiles, programs = (
-        problem
-    )
+    tiles, num_q, num_kv, left, right, heads, group, row_tiles, num_tiles, programs = problem
     BM: gl.constexpr = 64 * CONSUMERS
     if RAGGED:
         num_tiles = gl.load(tiles) * heads
     stage = 0
     phase = 0
     q_phase = 0
-    for r in range(num_rounds(num_tiles, programs, RAGGED, RIGHT)):
+    for r in range(num_rounds(num_tiles, programs, ORDER)):
         box, head, row0, first_q, rows, first_kv, keys, sequence = locate(
-            r, tiles, num_q, num_kv, heads, together, row_tiles, programs, BM, RAGGED, RIGHT
+            r, tiles, num_q, num_kv, heads, row_tiles, num_tiles, programs, BM, RAGGED, ORDER
         )
         first, clear, full, end = stretches(row0, rows, keys, left, right, BM, BN, RIGHT, LEFT)
         kv_head = head // group
@@ -274,14 +274,13 @@ def consumer(
     o, out, lse, memory, barriers, problem, scale, inner, head_dim, total_q, c: gl.constexpr,
     BN: gl.constexpr, BD: gl.constexpr, STAGES: gl.constexpr, CONSUMERS: gl.constexpr,
     TURNS: gl.constexpr, K_FREE: gl.constexpr, V_FREE: gl.constexpr, SPARE: gl.constexpr,
-    LAZY: gl.constexpr, RAGGED: gl.constexpr, RIGHT: gl.constexpr, LEFT: gl.constexpr,
-    CUT: gl.constexpr, CAPPED: gl.constexpr, LSE: gl.constexpr, BFLOAT: gl.constexpr,
+    LAZY: gl.constexpr, RAGGED: gl.constexpr, ORDER: gl.constexpr, RIGHT: gl.constexpr,
+    LEFT: gl.constexpr, CUT: gl.constexpr, CAPPED: gl.constexpr, LSE: gl.constexpr,
+    BFLOAT: gl.constexpr,
 ):  # fmt: skip
     q_tiles, k_tiles, v_tiles, o_tiles = memory
     q_full, q_empty, k_full, k_empty, v_full, v_empty, clean = barriers
-    tiles, num_q, num_kv, left, right, heads, group, together, row_tiles, num_tiles, programs = (
-        problem
-    )
+    tiles, num_q, num_kv, left, right, heads, group, row_tiles, num_tiles, programs = problem
     DTYPE: gl.constexpr = gl.bfloat16 if BFLOAT else gl.float16
     BM: gl.constexpr = 64 * CONSUMERS
     S_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BN, 16])
@@ -300,9 +299,9 @@ def consumer(
         for i in range(STAGES):  # all stages are free
             numbered_arrive(K_FREE + i, all_threads(CONSUMERS))
             numbered_arrive(V_FREE + i, all_threads(CONSUMERS))
-    for r in range(num_rounds(num_tiles, programs, RAGGED, RIGHT)):
+    for r in range(num_rounds(num_tiles, programs, ORDER)):
         box, head, row0, first_q, rows, first_kv, keys, sequence = locate(
-            r, tiles, num_q, num_kv, heads, together, row_tiles, programs, BM, RAGGED, RIGHT
+            r, tiles, num_q, num_kv, heads, row_tiles, num_tiles, programs, BM, RAGGED, ORDER
         )
         first, clear, full, end = stretches(row0, rows, keys, left, right, BM, BN, RIGHT, LEFT)
         place = row0 + c * 64 + keys - rows
@@ -400,12 +399,12 @@ def consumer(
 @gluon.jit(do_not_specialize=SIZES)
 def forward_kernel(
     q, k, v, o, out, lse, tiles, table, scale, inner, num_q, num_kv, left, right, heads, group,
-    together, row_tiles, num_tiles, programs, head_dim, total_q, table_stride, num_blocks,
+    row_tiles, num_tiles, programs, head_dim, total_q, table_stride, num_blocks,
     BN: gl.constexpr, BD: gl.constexpr, PAGE: gl.constexpr, STAGES: gl.constexpr,
     CONSUMERS: gl.constexpr, REGISTERS: gl.constexpr, TURNS: gl.constexpr, K_FREE: gl.constexpr,
     V_FREE: gl.constexpr, SPARE: gl.constexpr, LAZY: gl.constexpr, RAGGED: gl.constexpr,
-    RIGHT: gl.constexpr, LEFT: gl.constexpr, CUT: gl.constexpr, CAPPED: gl.constexpr,
-    LSE: gl.constexpr, BFLOAT: gl.constexpr,
+    ORDER: gl.constexpr, RIGHT: gl.constexpr, LEFT: gl.constexpr, CUT: gl.constexpr,
+    CAPPED: gl.constexpr, LSE: gl.constexpr, BFLOAT: gl.constexpr,
 ):  # fmt: skip
     """O (B, rows, H, D) as boxes of ``o`` and rows of ``out``, LSE (B, H, rows), natural log.
 
@@ -446,7 +445,6 @@ def forward_kernel(
         right,
         heads,
         group,
-        together,
         row_tiles,
         num_tiles,
         programs,
@@ -459,13 +457,13 @@ def forward_kernel(
         gl.warp_specialize(
             [
                 (producer, (q, k, v, memory, barriers, problem, pool, BN, BD, STAGES, PAGE,
-                            CONSUMERS, K_FREE, V_FREE, RAGGED, RIGHT, LEFT)),
+                            CONSUMERS, K_FREE, V_FREE, RAGGED, ORDER, RIGHT, LEFT)),
                 (consumer, (o, out, lse, memory, barriers, problem, scale, inner, head_dim,
                             total_q, C0, BN, BD, STAGES, CONSUMERS, TURNS, K_FREE, V_FREE, SPARE,
-                            LAZY, RAGGED, RIGHT, LEFT, CUT, CAPPED, LSE, BFLOAT)),
+                            LAZY, RAGGED, ORDER, RIGHT, LEFT, CUT, CAPPED, LSE, BFLOAT)),
                 (consumer, (o, out, lse, memory, barriers, problem, scale, inner, head_dim,
                             total_q, C1, BN, BD, STAGES, CONSUMERS, TURNS, K_FREE, V_FREE, SPARE,
-                            LAZY, RAGGED, RIGHT, LEFT, CUT, CAPPED, LSE, BFLOAT)),
+                            LAZY, RAGGED, ORDER, RIGHT, LEFT, CUT, CAPPED, LSE, BFLOAT)),
             ],
             [4, 4],
             [REGISTERS, REGISTERS],
@@ -474,16 +472,16 @@ def forward_kernel(
         gl.warp_specialize(
             [
                 (producer, (q, k, v, memory, barriers, problem, pool, BN, BD, STAGES, PAGE,
-                            CONSUMERS, K_FREE, V_FREE, RAGGED, RIGHT, LEFT)),
+                            CONSUMERS, K_FREE, V_FREE, RAGGED, ORDER, RIGHT, LEFT)),
                 (consumer, (o, out, lse, memory, barriers, problem, scale, inner, head_dim,
                             total_q, C0, BN, BD, STAGES, CONSUMERS, TURNS, K_FREE, V_FREE, SPARE,
-                            LAZY, RAGGED, RIGHT, LEFT, CUT, CAPPED, LSE, BFLOAT)),
+                            LAZY, RAGGED, ORDER, RIGHT, LEFT, CUT, CAPPED, LSE, BFLOAT)),
                 (consumer, (o, out, lse, memory, barriers, problem, scale, inner, head_dim,
                             total_q, C1, BN, BD, STAGES, CONSUMERS, TURNS, K_FREE, V_FREE, SPARE,
-                            LAZY, RAGGED, RIGHT, LEFT, CUT, CAPPED, LSE, BFLOAT)),
+                            LAZY, RAGGED, ORDER, RIGHT, LEFT, CUT, CAPPED, LSE, BFLOAT)),
                 (consumer, (o, out, lse, memory, barriers, problem, scale, inner, head_dim,
                             total_q, C2, BN, BD, STAGES, CONSUMERS, TURNS, K_FREE, V_FREE, SPARE,
-                            LAZY, RAGGED, RIGHT, LEFT, CUT, CAPPED, LSE, BFLOAT)),
+                            LAZY, RAGGED, ORDER, RIGHT, LEFT, CUT, CAPPED, LSE, BFLOAT)),
             ],
             [4, 4, 4],
             [REGISTERS, REGISTERS, REGISTERS],
@@ -493,9 +491,12 @@ def forward_kernel(
 def constants(
     tile: ForwardTile, *, head_dim: int, dtype: torch.dtype, is_ragged: bool, has_right: bool,
     has_left: bool, is_cut: bool, is_capped: bool, returns_lse: bool, page: int = 0,
-) -> dict[str, int]:  # fmt: skip
+) -> dict[str, int | str]:  # fmt: skip
     """What a launch compiles in. ``is_cut``: the last tile of keys may hold hidden ones."""
     k_free, v_free = tile.free_barriers
+    order = "pairs" if has_right else "alike"
+    if is_ragged or (has_right and tile.rounds):
+        order = "rounds"
     return {
         "BN": tile.keys,
         "BD": padded(head_dim),
@@ -509,6 +510,7 @@ def constants(
         "SPARE": tile.spare,
         "LAZY": tile.lazy,
         "RAGGED": is_ragged,
+        "ORDER": order,
         "RIGHT": has_right,
         "LEFT": has_left,
         "CUT": is_cut or is_ragged or has_right or has_left,
@@ -540,13 +542,13 @@ def hopper_forward(
         right = 0 if right == FAR else min(right, 0)
     has_right, has_left = right < FAR, left < FAR
     if cu_q is None or cu_kv is None:
-        tiles, num_tiles, together = lse, batch * heads * row_tiles, heads
+        tiles, num_tiles = lse, batch * heads * row_tiles
     else:
         tiles = order_tiles(
             cu_q, cu_kv, total_q=num_q, rows=tile.rows, keys=tile.keys, left=left, right=right,
             has_right=has_right, has_left=has_left,
         )  # fmt: skip
-        num_tiles, together = (num_q // tile.rows + len(cu_q) - 1) * heads, heads // kv_heads
+        num_tiles = (num_q // tile.rows + len(cu_q) - 1) * heads
     if not num_tiles:
         return out, lse
     fixed = constants(
@@ -559,7 +561,7 @@ def hopper_forward(
         _boxes(q, 64), _boxes(k, tile.keys), _boxes(v, tile.keys), _boxes(out, 64), out, lse,
         tiles, tiles, (softcap or scale) * LOG2_E, scale / softcap if softcap else 0.0, num_q,
         num_kv,
-        left, right, heads, heads // kv_heads, together, row_tiles, num_tiles, programs, head_dim,
+        left, right, heads, heads // kv_heads, row_tiles, num_tiles, programs, head_dim,
         num_q, 0, 0,
         **fixed, num_warps=4, enable_fp_fusion=True,
     )  # fmt: skip
@@ -596,7 +598,7 @@ def hopper_chunks(
     )
     forward_kernel[(programs,)](
         _boxes(q[None], 64), k_boxes, v_boxes, _boxes(out[None], 64), out, out, tiles, table,
-        scale * LOG2_E, 0.0, total_q, 0, FAR, 0, heads, heads // kv_heads, heads // kv_heads, 0, 0,
+        scale * LOG2_E, 0.0, total_q, 0, FAR, 0, heads, heads // kv_heads, 0, 0,
         programs, head_dim, total_q, table.stride(0), num_blocks,
         **fixed, num_warps=4, enable_fp_fusion=True,
     )  # fmt: skip
