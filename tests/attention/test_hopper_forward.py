@@ -190,6 +190,23 @@ def test_ragged_tiles_come_longest_first() -> None:
         assert records.tolist() == [place for _, place in expected]
 
 
+@pytest.mark.parametrize(("heads", "most"), [(8, 1.06), (16, 1.02), (32, 1.01)])
+def test_ragged_rows_are_shared_evenly(heads: int, most: float) -> None:
+    """Tiles of keys, and one for what a tile of rows costs by itself, of 132 programs."""
+    lengths = (1, 8192, 3, 17, 1500, 64, 128, 2500, 300, 700, 33, 1024, 900, 511, 511)
+    ends = torch.tensor(list(itertools.accumulate(lengths, initial=0)), dtype=torch.int32)
+    tiles = load("hopper_order").order_tiles(
+        ends, ends, total_q=16384, rows=128, keys=128, left=2**30, right=0, has_right=True,
+        has_left=False,
+    )  # fmt: skip
+    work = [0] * 132
+    for place in range(int(tiles[0]) * heads):
+        row0, _, _, _, num_kv, *_ = tiles[8 + 8 * (place // heads) :][:8].tolist()
+        turn, program = divmod(place, 132)
+        work[program if turn % 2 == 0 else 131 - program] += 1 + -(-min(num_kv, row0 + 128) // 128)
+    assert max(work) <= most * sum(work) / 132
+
+
 def test_programs_share_the_tiles() -> None:
     """Any number of programs, more than tiles too, in either order, gives the same bits."""
     q, k, v = tensors(700, 700, batch=2)
@@ -222,7 +239,7 @@ def test_the_self_test_knows_right_from_wrong() -> None:
 CHUNKS = [(128, 300), (0, 7), (1, 1), (30, 30), (128, 128), (3, 147), (100, 500)]
 
 
-@kinds
+@pytest.mark.parametrize("tile", [SMALL, KINDS["three"], KINDS["wide"]], ids=str)
 @pytest.mark.parametrize("block_size", [8, 16, 64, 128, 256])
 def test_pages(block_size: int, tile: ForwardTile) -> None:
     """K1, K2, K3, K15: stale pages hold NaN, stale entries of the table lie outside the pool."""
