@@ -98,6 +98,7 @@ TILES: dict[tuple[int, bool], tuple[ForwardTile, ...]] = {
         ForwardTile(128, 2, 2, 240, turns=False, releases="hardware", spare=True, lazy=True),
         ForwardTile(128, 3, 2, 240),
         ForwardTile(128, 3, 2, 240, releases="hardware", lazy=True),
+        ForwardTile(64, 3, 3, 160, turns=False, spare=True, lazy=True),
     ),
     (128, True): (
         ForwardTile(128, 2, 2, 240),
@@ -111,6 +112,7 @@ TILES: dict[tuple[int, bool], tuple[ForwardTile, ...]] = {
         ForwardTile(64, 3, 2, 240, releases="hardware", spare=True, lazy=True),
         ForwardTile(128, 2, 2, 240, rounds=True),
         ForwardTile(128, 2, 2, 240, releases="hardware", spare=True, lazy=True, rounds=True),
+        ForwardTile(64, 3, 3, 160, turns=False, spare=True, lazy=True),
     ),
     (256, False): (
         ForwardTile(64, 2, 2, 240),
