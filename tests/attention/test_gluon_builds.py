@@ -45,11 +45,11 @@ if os.environ.get("STAIRS_ALL_KERNELS"):
 
 def is_tight(build: Build) -> bool:
     """Ragged sizes, once a tile, do not all fit beside O's 128 registers of a thread (D 256), nor
-    beside 64 of scores where three consumers have 160, nor does all of a paged call at D 128."""
+    beside 64 of scores where three consumers have 160."""
     return (
         isinstance(build, ForwardBuild)
         and build.ragged
-        and (build.head_dim == 256 or build.tile.consumers == 3 or build.page > 0)
+        and (build.head_dim == 256 or build.tile.consumers == 3)
     )
 
 
