@@ -218,7 +218,7 @@ def test_programs_share_the_tiles() -> None:
 
 def test_the_self_test_knows_right_from_wrong() -> None:
     ours = functools.partial(simulated(0).hopper_forward, num_sms=2)
-    assert what_is_wrong(ours, torch.device("cpu")) is None
+    assert what_is_wrong(ours, torch.device("cpu"), [(64, True), (128, False)]) is None
 
     def shifted(*args: Any, **options: Any) -> tuple[Tensor, Tensor]:
         out, lse = ours(*args, **options)

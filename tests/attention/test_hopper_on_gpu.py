@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import faulthandler
 import itertools
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -32,6 +34,15 @@ GPU = torch.device("cuda")
 LENGTHS = [(113, 203), (1, 300), (300, 1), (1023, 1024), (2048, 2048)]
 ALL_TILES = [(key, tile) for key, tiles in TILES.items() for tile in tiles]
 dtypes = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+
+
+@pytest.fixture(autouse=True)
+def a_hang_ends_the_process() -> Iterator[None]:
+    """A kernel that waits for what never comes would hold the card until someone looks."""
+    faulthandler.dump_traceback_later(180, exit=True)
+    yield
+    torch.cuda.synchronize()
+    faulthandler.cancel_dump_traceback_later()
 
 
 def poisoned(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> tuple[Tensor, Tensor]:

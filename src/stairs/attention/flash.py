@@ -171,7 +171,7 @@ def choose_flash(
     capability = divmod(card_of(q.device).capability, 10)
     problem = hopper_lacks(q, k, v, capability=capability, release=triton_release())
     if problem is None and hopper.measured is not None and backend == "auto":
-        problem = self_test(q.device)
+        problem = self_test(q.device, q.shape[-1], causal or window[1] >= 0)
     tile = _tile(q, causal=causal, max_q=max_q)
     return choose_contiguous(
         backend=backend,

@@ -1,19 +1,20 @@
 """Whether the Hopper forward computes what torch does, on this card and under this Triton.
 
-Asked once a process, before auto takes the kernel on a release that it never ran on.
+Asked once a process and kind of call, before auto takes the kernel on a release of Triton that it
+never ran on.
 """
 
 from __future__ import annotations
 
 import functools
 import importlib.metadata
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from stairs.attention.hopper import TILES, ForwardTile
+from stairs.attention.hopper import TILES, ForwardTile, padded
 from stairs.attention.online import empty, finish, update
 
 __all__ = ["RAN_ON", "self_test", "triton_release", "what_is_wrong"]
@@ -33,19 +34,21 @@ def triton_release() -> str:
 
 
 @functools.cache
-def self_test(device: torch.device) -> str | None:
-    """None where the kernel may be used, else what is wrong with it here."""
+def self_test(device: torch.device, head_dim: int, has_right_edge: bool) -> str | None:
+    """None where the kernel may be used for such calls, else what is wrong with it here."""
     if triton_release() in RAN_ON:
         return None
     from stairs.attention.hopper_forward import hopper_forward  # Triton, only where it is used
 
     with torch.no_grad():
-        return what_is_wrong(hopper_forward, device)
+        return what_is_wrong(hopper_forward, device, [(padded(head_dim), has_right_edge)])
 
 
-def what_is_wrong(forward: Forward, device: torch.device) -> str | None:
-    """One small call of each tile that is taken, dense and ragged."""
-    for tile, head_dim, rules in _cases():
+def what_is_wrong(
+    forward: Forward, device: torch.device, rows: Iterable[tuple[int, bool]] = TILES
+) -> str | None:
+    """Small calls of the tile that each of ``rows`` of the table takes, dense and ragged."""
+    for tile, head_dim, rules in _cases(rows):
         told = f"D {head_dim}, {rules}, Triton {triton_release()}"
         generator = torch.Generator(device).manual_seed(head_dim)
         make = functools.partial(torch.randn, generator=generator, device=device)
@@ -63,10 +66,13 @@ def what_is_wrong(forward: Forward, device: torch.device) -> str | None:
     return None
 
 
-def _cases() -> Iterator[tuple[ForwardTile, int, dict[str, Any]]]:
-    for (head_dim, has_right), tiles in TILES.items():
-        yield tiles[0], head_dim, {"causal": has_right, "window": (-1, -1)}
-        yield tiles[0], head_dim, {"causal": has_right, "window": (150, -1)}
+def _cases(
+    rows: Iterable[tuple[int, bool]],
+) -> Iterator[tuple[ForwardTile, int, dict[str, Any]]]:
+    for head_dim, has_right_edge in rows:
+        tile = TILES[head_dim, has_right_edge][0]
+        yield tile, head_dim, {"causal": has_right_edge, "window": (-1, -1)}
+        yield tile, head_dim, {"causal": has_right_edge, "window": (150, -1)}
 
 
 def _error(
