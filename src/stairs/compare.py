@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from stairs.accounting import costs, traffic
 from stairs.accounting.record import Phase
 from stairs.accounting.table import Cell, Column, Table
-from stairs.attention.choose import Choice, choose, score_bytes_held
+from stairs.attention.choose import Choice, choose, in_place_rows, score_bytes_held
 from stairs.attention.devices import triton_supports
 from stairs.config import DTYPE_BYTES, AttentionBackend, SamplingParams
 from stairs.errors import StairsError
@@ -241,6 +241,7 @@ def _choice(llm: LLM, technique: Technique, rows: int) -> Choice:
         max_q=rows,
         group_size=config.group_size,
         num_threads=torch.get_num_threads(),
+        in_place=in_place_rows(),
         triton_lacks=triton_supports(pool.device, dtype, config.head_dim) if on_gpu else None,
     )
 

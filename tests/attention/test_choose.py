@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from stairs.attention.choose import SHORT_ROWS, choose, score_bytes_held
+from stairs.attention.choose import ANY_ROWS, SHORT_ROWS, choose, in_place_rows, score_bytes_held
 from stairs.attention.devices import hopper_decode_lacks
 from stairs.attention.meta import LayerKV
 from stairs.attention.tiles import hopper_tiles
@@ -58,6 +58,15 @@ def test_what_is_refused(asked: dict[str, str], message: str) -> None:
 def test_the_reason_names_the_path_of_the_longest_sequence() -> None:
     assert "in place" in choose(max_q=SHORT_ROWS - 1).reason
     assert "gathered" in choose(max_q=SHORT_ROWS).reason
+    assert "in place" in choose(max_q=10**6, in_place=ANY_ROWS).reason
+
+
+@pytest.mark.parametrize(("wide_vectors", "limit"), [(True, ANY_ROWS), (False, SHORT_ROWS)])
+def test_wide_vectors_keep_every_row_in_place(
+    monkeypatch: pytest.MonkeyPatch, wide_vectors: bool, limit: int
+) -> None:
+    monkeypatch.setattr("stairs.attention.choose.has_wide_vectors", lambda: wide_vectors)
+    assert in_place_rows() == limit
 
 
 def test_hopper_s_kernels_are_asked_for_or_measured() -> None:

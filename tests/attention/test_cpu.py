@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
@@ -18,6 +20,14 @@ from stairs.attention.choose import KEY_TILE
 from stairs.attention.meta import AttnMeta
 
 
+@pytest.fixture(scope="module", autouse=True)
+def _long_rows_stay_in_place() -> Iterator[None]:
+    """On every CPU, as on one with wide vectors."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("stairs.attention.choose.has_wide_vectors", lambda: True)
+        yield
+
+
 @pytest.mark.parametrize("num_threads", [1, 2, 3, 8])
 def test_one_long_context_is_cut_for_all_threads(num_threads: int) -> None:
     batch = make_ragged([(1, 20 * KEY_TILE + 5)], num_heads=3, kv_heads=1, dtype=torch.float64)
@@ -30,7 +40,10 @@ def test_one_long_context_is_cut_for_all_threads(num_threads: int) -> None:
 @settings(deadline=None)
 @given(
     lengths=st.lists(
-        st.tuples(st.integers(0, 18), st.integers(0, 200)).map(lambda n: (n[0], n[0] + n[1])),
+        st.tuples(
+            st.one_of(st.integers(0, 18), st.integers(cpu.SHARED_ROWS, 3 * KEY_TILE)),
+            st.integers(0, 200),
+        ).map(lambda n: (n[0], n[0] + n[1])),
         max_size=6,
     ),
     num_threads=st.integers(1, 5),
@@ -48,6 +61,20 @@ def test_every_key_is_visited_once_whatever_the_threads(
         assert pairs == 6 * sum(range(num_kv - num_q + 1, num_kv + 1))
         assert read == (num_kv * 2 * 2 * 8 * 8 if num_q else 0)
         assert written == num_q * 2 * 2 * 8 * 8
+
+
+def test_threads_take_equal_shares_of_a_chunk() -> None:
+    """Under the staircase the last tiles of keys have the fewest rows."""
+    num_q, past, group = 512, 100, 3
+    tiles = -(-(num_q + past) // KEY_TILE)
+    seen = [sum(past + i >= t * KEY_TILE for i in range(num_q)) for t in range(tiles)]
+    for tile in range(tiles + 1):
+        assert cpu._cost(tile, num_q, past, group, KEY_TILE) == group * sum(seen[:tile])
+    whole = cpu._cost(tiles, num_q, past, group, KEY_TILE)
+    ends = [cpu._tile_at(whole * t // 4, tiles, num_q, past, group, KEY_TILE) for t in range(5)]
+    assert ends[0] == 0 and ends[4] == tiles
+    shares = [sum(seen[first:last]) for first, last in pairwise(ends)]
+    assert max(shares) <= whole / group / 4 + max(seen)
 
 
 def test_torch_keeps_its_threads() -> None:

@@ -30,8 +30,9 @@ class _LargestStorage(TorchDispatchMode):
 
 
 @pytest.fixture(autouse=True)
-def _no_memory_kept(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whatever ran before in this process has left none of its gathered pages."""
+def _long_rows_are_gathered(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a CPU with narrow vectors, and no pages kept of what ran before in this process."""
+    monkeypatch.setattr("stairs.attention.choose.has_wide_vectors", lambda: False)
     monkeypatch.setattr(gathered, "_kept", threading.local())
 
 

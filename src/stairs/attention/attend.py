@@ -12,7 +12,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from stairs.attention.choose import SHORT_ROWS
+from stairs.attention.choose import in_place_rows
 from stairs.attention.devices import choose_paged, cutter_for
 from stairs.attention.meta import AttnMeta, LayerKV
 from stairs.attention.online import paged_online
@@ -71,7 +71,7 @@ def _attend_cpu(
     from stairs.attention.gathered import attend_long
 
     write_and_attend_short(q, k, v, layer_kv, meta, scale=scale, out=out)
-    if meta.max_q >= SHORT_ROWS and not meta.batch_invariant:
+    if meta.max_q >= in_place_rows() and not meta.batch_invariant:
         attend_long(q, layer_kv, meta, scale=scale, out=out)
 
 

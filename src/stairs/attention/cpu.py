@@ -1,4 +1,4 @@
-"""The Numba kernel for sequences with few queries (fewer than ``SHORT_ROWS``), on a CPU.
+"""The Numba kernel, for sequences of fewer than ``in_place_rows`` queries, on a CPU.
 
 Pages are read in place, once for all queries and query heads of a group, with float32
 accumulation (float64 for float64 inputs). The work is cut into tiles of ``KEY_TILE`` keys; every
@@ -17,7 +17,7 @@ from numba import types
 from numba.extending import overload
 from torch import Tensor
 
-from stairs.attention.choose import KEY_TILE, SHORT_ROWS
+from stairs.attention.choose import KEY_TILE, in_place_rows
 from stairs.attention.cpu_tiles import largest, score_tile, value_tile
 from stairs.attention.cpu_vectors import pointer, shifted, widen
 from stairs.attention.jit import exp_float32, njit, prange, use_torch_threads
@@ -26,6 +26,8 @@ from stairs.attention.reference import compute_dtype
 
 __all__ = ["gather_reversed", "write_and_attend", "write_and_attend_short"]
 
+
+SHARED_ROWS = 64  # of a sequence: from here on waking threads costs less than merging its rows
 
 # Sums may be reordered and contracted. No flag here lets the compiler assume finite values:
 # -inf, inf and NaN keep their meaning.
@@ -119,26 +121,60 @@ def _write(rows, pool, slots):
 
 @njit
 def _plan(cu_q, kv_len, group, short_rows, key_tile, plan):
-    """Fill plan (S, 3) with rows, tiles and the cost of a tile; the largest number of rows.
-
-    Sequences that are not short have no rows here. A tile costs its bytes and its rows:
-    max(rows, 4), an estimate that only balances threads.
-    """
+    """Fill plan (S, 2) with rows and tiles; the largest number of rows. Sequences that are not
+    short have none here."""
     most_rows = 0
     for seat in range(kv_len.shape[0]):
         num_q = cu_q[seat + 1] - cu_q[seat]
         rows = num_q * group if num_q < short_rows else 0
         plan[seat, 0] = rows
         plan[seat, 1] = (kv_len[seat] + key_tile - 1) // key_tile if rows else 0
-        plan[seat, 2] = max(rows, 4)
         most_rows = max(most_rows, rows)
     return most_rows
 
 
 @njit
+def _slots(plan, kv_heads, num_threads, first_rows):
+    """Fill first_rows with where each slot's rows of the partial states begin, and their number
+    last: thread t leaves what it did of a task at slot task + t."""
+    num_tasks = plan.shape[0] * kv_heads
+    first_rows[0] = 0
+    for slot in range(first_rows.shape[0] - 1):
+        rows = 0
+        for task in range(max(0, slot - num_threads + 1), min(slot + 1, num_tasks)):
+            rows = max(rows, plan[task // kv_heads, 0])
+        first_rows[slot + 1] = first_rows[slot] + rows
+
+
+@njit
+def _cost(tile, num_q, past, group, key_tile):
+    """The rows that see a key of each tile before ``tile``, summed: an estimate that only balances
+    threads. A single query's tile costs its bytes too."""
+    if num_q == 1:
+        return tile * max(group, 4)
+    full = min(tile, past // key_tile + 1)  # tiles that every query sees
+    rest = tile - full
+    lost = key_tile * (rest * (full + tile - 1) // 2)
+    return group * (full * num_q + rest * (num_q + past) - lost)
+
+
+@njit
+def _tile_at(cost, tiles, num_q, past, group, key_tile):
+    """The first tile before which there is a cost of at least ``cost``, or ``tiles``."""
+    low, high = 0, tiles
+    while low < high:
+        middle = (low + high) // 2
+        if _cost(middle, num_q, past, group, key_tile) >= cost:
+            high = middle
+        else:
+            low = middle + 1
+    return low
+
+
+@njit
 def _attend_part(
     thread, num_threads, key_tile, whole, q, k_pool, v_pool, cu_q, kv_len, table, scale, plan,
-    parts, visits,
+    most_rows, first_rows, parts, visits,
 ):  # fmt: skip
     """One thread's run of tiles, an equal share of the cost over all (sequence, kv head) tasks.
 
@@ -150,34 +186,38 @@ def _attend_part(
     group = q.shape[1] // kv_heads
     total = 0
     for seat in range(kv_len.shape[0]):
-        total += plan[seat, 1] * plan[seat, 2] * kv_heads
+        num_q = plan[seat, 0] // group
+        past = kv_len[seat] - num_q
+        total += _cost(plan[seat, 1], num_q, past, group, key_tile) * kv_heads
     first, last = total * thread // num_threads, total * (thread + 1) // num_threads
-    queries = np.empty((parts.shape[1], head_dim), q.dtype)
-    scores = np.empty((parts.shape[1], key_tile), q.dtype)
+    queries = np.empty((most_rows, head_dim), q.dtype)
+    scores = np.empty((most_rows, key_tile), q.dtype)
     base = 0
     for task in range(kv_len.shape[0] * kv_heads):
         seat, head = task // kv_heads, task % kv_heads
-        tiles, cost = plan[seat, 1], plan[seat, 2]
+        tiles, num_q = plan[seat, 1], plan[seat, 0] // group
+        past = kv_len[seat] - num_q
         # A tile belongs to the thread in whose range its first unit of cost lies.
-        low = max(0, (first - base + cost - 1) // cost)
-        high = min(tiles, (last - base + cost - 1) // cost)
         if whole:
             low, high = 0, tiles if first <= base < last else 0
-        base += tiles * cost
+        else:
+            low = _tile_at(first - base, tiles, num_q, past, group, key_tile)
+            high = _tile_at(last - base, tiles, num_q, past, group, key_tile)
+        base += _cost(tiles, num_q, past, group, key_tile)
         if low >= high:
             continue
-        num_q = cu_q[seat + 1] - cu_q[seat]
         slot = task + thread
+        first_row = first_rows[slot]
         for row in range(num_q * group):
             query, column = cu_q[seat] + row // group, head * group + row % group
             for e in range(head_dim):
                 queries[row, e] = scale * q[query, column, e]
-                parts[slot, row, e] = 0
-            parts[slot, row, head_dim] = -np.inf
-            parts[slot, row, head_dim + 1] = 0
-        past, end = kv_len[seat] - num_q, min(high * key_tile, kv_len[seat])
+                parts[first_row + row, e] = 0
+            parts[first_row + row, head_dim] = -np.inf
+            parts[first_row + row, head_dim + 1] = 0
+        end = min(high * key_tile, kv_len[seat])
         pages = shifted(pointer(table), seat * table.shape[1])
-        part = shifted(pointer(parts), slot * parts.shape[1] * parts.shape[2])
+        part = shifted(pointer(parts), first_row * parts.shape[1])
         first_of_head = head * block_size * head_dim
         visits[slot, 0] = task
         for start in range(low * key_tile, end, key_tile):
@@ -189,32 +229,41 @@ def _attend_part(
         visits[slot, 2] += end - low * key_tile
 
 
+@njit
+def _count(num_threads, kv_heads, key_bytes, visits, counts):
+    for slot in range(visits.shape[0]):
+        if visits[slot, 0] >= 0:
+            seat = visits[slot, 0] // kv_heads
+            counts[seat, 0] += visits[slot, 1]
+            counts[seat, 1] += visits[slot, 2] * key_bytes
+
+
 @njit(error_model="numpy")  # a quotient that may raise is not vectorised
-def _finish(num_threads, cu_q, plan, parts, visits, kv_heads, key_bytes, out, counts):
-    """Merge the parts of every row, divide by the denominator, and sum what was visited."""
+def _finish(
+    share, num_shares, num_threads, cu_q, plan, first_rows, parts, visits, kv_heads, out
+):  # fmt: skip
+    """Merge the parts of a share of every task's rows and divide by the denominator."""
     head_dim = out.shape[2]
     group = out.shape[1] // kv_heads
     m, l = head_dim, head_dim + 1
     for task in range(plan.shape[0] * kv_heads):
         seat, head = task // kv_heads, task % kv_heads
-        for slot in range(task, task + num_threads):
-            if visits[slot, 0] == task:
-                counts[seat, 0] += visits[slot, 1]
-                counts[seat, 1] += visits[slot, 2] * key_bytes
-        for row in range(plan[seat, 0]):
+        rows = plan[seat, 0]
+        for row in range(rows * share // num_shares, rows * (share + 1) // num_shares):
             query, column = cu_q[seat] + row // group, head * group + row % group
             largest = -parts.dtype.type(np.inf)
             for slot in range(task, task + num_threads):
                 if visits[slot, 0] == task:
-                    largest = max(largest, parts[slot, row, m])
+                    largest = max(largest, parts[first_rows[slot] + row, m])
             total = parts.dtype.type(0)
             out[query, column] = 0
             for slot in range(task, task + num_threads):
-                if visits[slot, 0] == task and parts[slot, row, l] != 0:
-                    kept = _exp(parts[slot, row, m] - largest)
-                    total += kept * parts[slot, row, l]
+                part = first_rows[slot] + row
+                if visits[slot, 0] == task and parts[part, l] != 0:
+                    kept = _exp(parts[part, m] - largest)
+                    total += kept * parts[part, l]
                     for e in range(head_dim):
-                        out[query, column, e] += kept * parts[slot, row, e]
+                        out[query, column, e] += kept * parts[part, e]
             if total != 0:  # true for NaN, which must arrive
                 for e in range(head_dim):
                     out[query, column, e] /= total
@@ -234,20 +283,32 @@ def write_and_attend(
     key_bytes = head_dim * (k_pool.itemsize + v_pool.itemsize)
     for seat in range(kv_len.shape[0]):
         counts[seat, 2] += (cu_q[seat + 1] - cu_q[seat]) * kv_heads * key_bytes
-    plan = np.empty((kv_len.shape[0], 3), np.int64)
+    plan = np.empty((kv_len.shape[0], 2), np.int64)
     most_rows = _plan(cu_q, kv_len, q.shape[1] // kv_heads, short_rows, key_tile, plan)
     if most_rows:
         num_slots = kv_len.shape[0] * kv_heads + num_threads
-        parts = np.empty((num_slots, most_rows, head_dim + 2), q.dtype)  # acc, m, l
+        first_rows = np.empty(num_slots + 1, np.int64)
+        _slots(plan, kv_heads, num_threads, first_rows)
+        parts = np.empty((first_rows[num_slots], head_dim + 2), q.dtype)  # acc, m, l
         visits = np.empty((num_slots, 3), np.int64)  # owning task, pairs, keys
         for slot in range(num_slots):
             visits[slot, 0], visits[slot, 1], visits[slot, 2] = -1, 0, 0
         for thread in prange(num_threads):
             _attend_part(
                 thread, num_threads, key_tile, whole, q, k_pool, v_pool, cu_q, kv_len, block_table,
-                scale, plan, parts, visits,
+                scale, plan, most_rows, first_rows, parts, visits,
             )  # fmt: skip
-        _finish(num_threads, cu_q, plan, parts, visits, kv_heads, key_bytes, out, counts)
+        _count(num_threads, kv_heads, key_bytes, visits, counts)
+        if most_rows < SHARED_ROWS:
+            _finish(
+                0, 1, num_threads, cu_q, plan, first_rows, parts, visits, kv_heads, out
+            )  # fmt: skip
+        else:
+            for thread in prange(num_threads):
+                _finish(
+                    thread, num_threads, num_threads, cu_q, plan, first_rows, parts, visits,
+                    kv_heads, out,
+                )  # fmt: skip
 
 
 @njit(parallel=True, nogil=True, cache=True)
@@ -269,8 +330,8 @@ def _gather(k_pool, v_pool, block_table, seat, keys, values):
 def write_and_attend_short(
     q: Tensor, k: Tensor, v: Tensor, layer_kv: LayerKV, meta: AttnMeta, *, scale: float, out: Tensor
 ) -> None:
-    """Write k, v (T, G, D) at ``meta.slots``; attend for every sequence of fewer than SHORT_ROWS
-    queries, q (T, H, D) into the same rows of out (T, H, D). Other rows of out are left alone.
+    """Write k, v (T, G, D) at ``meta.slots``; attend for every sequence of fewer queries than
+    ``in_place_rows``, q (T, H, D) into the same rows of out (T, H, D). Other rows are left alone.
 
     If the step is ``batch_invariant``, for every sequence, and in one order of sums whatever the
     other rows and sequences: tiles of keys begin at multiples of KEY_TILE, and none are merged.
@@ -295,7 +356,7 @@ def write_and_attend_short(
         meta.counts.numpy(),
         num_threads,
         # Arguments: what is compiled and cached must not depend on another file.
-        meta.max_q + 1 if meta.batch_invariant else SHORT_ROWS,
+        meta.max_q + 1 if meta.batch_invariant else in_place_rows(),
         KEY_TILE,
         meta.batch_invariant,
     )

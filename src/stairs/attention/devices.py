@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import torch
 
-from stairs.attention.choose import Choice, choose
+from stairs.attention.choose import Choice, choose, in_place_rows
 from stairs.attention.hopper_decode_check import decode_self_test
 from stairs.attention.meta import LayerKV
 from stairs.attention.tiles import CARDS, Card, hopper_tiles, paged_tiles
@@ -94,7 +94,7 @@ def choose_paged(
     Raises ConfigError for a backend that is unknown or does not run that.
     """
     if device.type != "cuda":
-        return choose(backend=backend, device=device.type, max_q=max_q)
+        return choose(backend=backend, device=device.type, max_q=max_q, in_place=in_place_rows())
     _, kv_heads, _, head_dim = layer_kv.k.shape
     measured = hopper_tiles(head_dim, num_heads // kv_heads)[0].measured
     hopper_lacks = hopper_decode_lacks(

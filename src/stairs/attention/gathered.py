@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from stairs.attention.choose import ROW_GROUP, SHORT_ROWS
+from stairs.attention.choose import ROW_GROUP, in_place_rows
 from stairs.attention.cpu import gather_reversed
 from stairs.attention.meta import AttnMeta, LayerKV
 from stairs.attention.pages import sequences
@@ -26,14 +26,14 @@ __all__ = ["attend_long"]
 
 
 def attend_long(q: Tensor, layer_kv: LayerKV, meta: AttnMeta, *, scale: float, out: Tensor) -> None:
-    """Every sequence of at least SHORT_ROWS queries: q (T, H, D) into the same rows of out.
+    """Every sequence of at least ``in_place_rows`` queries: q (T, H, D) into the same rows of out.
 
     Follows ``write_and_attend_short``, which writes the new rows and checks the page ids.
     """
     dtype = compute_dtype(q.dtype, layer_kv.k.dtype)
     _, kv_heads, _, head_dim = layer_kv.k.shape
     for sequence in sequences(meta):
-        if sequence.num_q < SHORT_ROWS:
+        if sequence.num_q < in_place_rows():
             continue
         shape = (kv_heads, sequence.num_kv, head_dim)
         keys, values = _buffers(shape, dtype)

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from stairs.attention.choose import KEY_TILE, SHORT_ROWS
+from stairs.attention.choose import KEY_TILE, in_place_rows
 from stairs.attention.cpu import write_and_attend
 from stairs.attention.jit import njit, use_torch_threads
 from stairs.attention.meta import AttnMeta, LayerKV
@@ -51,7 +51,7 @@ def _rotate_and_attend(heads, rotation, pools, step, options, num_heads, num_thr
 
 def takes(heads: Tensor, layer_kv: LayerKV, meta: AttnMeta) -> bool:
     """Whether every sequence of the step is for the kernel, and there are few rows."""
-    short = meta.max_q < SHORT_ROWS or meta.batch_invariant
+    short = meta.max_q < in_place_rows() or meta.batch_invariant
     return short and heads.shape[0] <= SERIAL_ROWS and layer_kv.k.dtype == torch.float32
 
 
@@ -64,7 +64,7 @@ def rotate_and_attend(
     out = np.empty((rows.shape[0], num_heads, rows.shape[2]), np.float32)
     options = (
         np.float32(rows.shape[2] ** -0.5),
-        meta.max_q + 1 if meta.batch_invariant else SHORT_ROWS,
+        meta.max_q + 1 if meta.batch_invariant else in_place_rows(),
         KEY_TILE,
         meta.batch_invariant,
     )
