@@ -54,8 +54,6 @@ def pages_of(
         block_table=table,
         slots=(page * BLOCK + position % BLOCK).flatten(),
         counts=torch.zeros((num_sequences, 3), dtype=torch.int64),
-        max_q=num_q,
-        max_kv=context,
     )
     rows = tuple(torch.randn(num_rows, n, head_dim) for n in (num_heads, kv_heads, kv_heads))
     return rows, pool, meta

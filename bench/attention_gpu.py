@@ -155,8 +155,6 @@ def paged(
         block_table=table.cuda(),
         slots=torch.empty(0, device="cuda", dtype=torch.int64),
         counts=torch.zeros((len(lengths), 3), device="cuda", dtype=torch.int64),
-        max_q=num_new,
-        max_kv=max(lengths),
         counting=False,
     )
     pools = [LayerKV(random(*shape), random(*shape)) for _ in range(copies)]

@@ -219,8 +219,6 @@ def chunk_sides(
         block_table=torch.randperm(pages, device="cuda").to(torch.int32)[None],
         slots=torch.empty(0, device="cuda", dtype=torch.int64),
         counts=torch.zeros((1, 3), device="cuda", dtype=torch.int64),
-        max_q=CHUNK,
-        max_kv=context,
         counting=False,
     )
     worked = cut(q, pool, meta)

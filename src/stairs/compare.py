@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from stairs.accounting import costs, traffic
 from stairs.accounting.record import Phase
 from stairs.accounting.table import Cell, Column, Table
-from stairs.attention.choose import Choice, choose, in_place_rows, score_bytes_held
+from stairs.attention.choose import Choice, choose, score_bytes_held
 from stairs.attention.devices import triton_supports
 from stairs.config import DTYPE_BYTES, AttentionBackend, SamplingParams
 from stairs.errors import StairsError
@@ -202,11 +202,11 @@ def _figures(llm: LLM, technique: Technique, part: Part, run: Run) -> dict[str, 
     is_prefill = part is run.prefill
     # In prefill what a prefix gave; in decode what each step found of the steps before it.
     found = rows["cached_tokens"] if is_prefill else rows["context"] - rows["new_tokens"]
-    choices = [_choice(llm, technique, new) for new, _ in steps]
-    trips = choices[0].trips
+    choice = _choice(llm, technique)
+    trips = choice.trips
     macs = costs.step_macs(config, steps, logits_rows=part.num_tokens)
-    moved = sum(_moved(llm, *one) for one in zip(choices, steps, part.logits_rows, strict=True))
-    held = max(_scores_held(llm, *one) for one in zip(choices, steps, strict=True))
+    moved = sum(_moved(llm, choice, *one) for one in zip(steps, part.logits_rows, strict=True))
+    held = max(_scores_held(llm, choice, step) for step in steps)
     return {
         **({_BEFORE: run.before * 1000} if is_prefill else {}),
         (_FIRST if is_prefill else _EACH): part.seconds * 1000,
@@ -231,17 +231,15 @@ def _table(title: str, columns: dict[str, dict[str, Cell]], notes: tuple[str, ..
     return Table(title, heads, rows, notes)
 
 
-def _choice(llm: LLM, technique: Technique, rows: int) -> Choice:
+def _choice(llm: LLM, technique: Technique) -> Choice:
     pool, config = llm.engine.kv.layers[0].k, llm.engine.model_config
     on_gpu = pool.device.type == "cuda"
     dtype = getattr(torch, llm.engine.config.dtype)
     return choose(
         backend=technique.backend,
         device=pool.device.type,
-        max_q=rows,
         group_size=config.group_size,
         num_threads=torch.get_num_threads(),
-        in_place=in_place_rows(),
         triton_lacks=triton_supports(pool.device, dtype, config.head_dim) if on_gpu else None,
     )
 

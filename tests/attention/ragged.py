@@ -109,8 +109,6 @@ def make_ragged(
         block_table=table,
         slots=torch.cat(slots) if slots else torch.empty(0, dtype=torch.int64),
         counts=torch.zeros((len(lengths), 3), dtype=torch.int64),
-        max_q=max((num_q for num_q, _ in lengths), default=0),
-        max_kv=max((num_kv for _, num_kv in lengths), default=0),
     )
     return Ragged(
         q=random(starts[-1], num_heads, head_dim),

@@ -178,7 +178,6 @@ def test_a_sequence_without_keys_answers_zero(backend: str, num_q: int) -> None:
         kv_len=torch.tensor([0, 2], dtype=torch.int32),
         block_table=batch.meta.block_table[[1, 1]],
         slots=batch.meta.slots[1:2].expand(num_q + 1).contiguous(),
-        max_q=num_q,
     )
     q = torch.randn(num_q + 1, 6, 64)
     rows = torch.randn(num_q + 1, 2, 64)
@@ -198,7 +197,6 @@ def test_more_queries_than_keys(backend: str, num_q: int, num_kv: int) -> None:
         batch.meta,
         cu_q=torch.tensor([0, num_q, num_q + 1], dtype=torch.int32),
         slots=torch.cat((batch.meta.slots[:1].expand(spare), batch.meta.slots)),
-        max_q=num_q,
     )
     q = torch.cat((torch.randn(spare, 6, 64), batch.q))
     first = torch.cat((batch.k[:1].expand(spare, -1, -1), batch.k))

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from stairs.attention.choose import ANY_ROWS, SHORT_ROWS, choose, in_place_rows, score_bytes_held
+from stairs.attention.choose import choose, score_bytes_held
 from stairs.attention.devices import hopper_decode_lacks
 from stairs.attention.meta import LayerKV
 from stairs.attention.tiles import hopper_tiles
@@ -21,8 +21,7 @@ from stairs.errors import ConfigError
     ("asked", "chosen"),
     [
         ({}, "cpu"),
-        ({"max_q": 512}, "cpu"),
-        ({"backend": "cpu", "max_q": 1}, "cpu"),
+        ({"backend": "cpu"}, "cpu"),
         ({"backend": "online"}, "online"),
         ({"backend": "reference", "device": "cuda"}, "reference"),
         ({"device": "cuda"}, "triton"),
@@ -53,20 +52,6 @@ def test_what_is_refused(asked: dict[str, str], message: str) -> None:
     with pytest.raises(ConfigError, match=message) as refused:
         choose(**asked)  # type: ignore[arg-type]
     assert refused.value.param == "attention_backend"
-
-
-def test_the_reason_names_the_path_of_the_longest_sequence() -> None:
-    assert "in place" in choose(max_q=SHORT_ROWS - 1).reason
-    assert "gathered" in choose(max_q=SHORT_ROWS).reason
-    assert "in place" in choose(max_q=10**6, in_place=ANY_ROWS).reason
-
-
-@pytest.mark.parametrize(("wide_vectors", "limit"), [(True, ANY_ROWS), (False, SHORT_ROWS)])
-def test_wide_vectors_keep_every_row_in_place(
-    monkeypatch: pytest.MonkeyPatch, wide_vectors: bool, limit: int
-) -> None:
-    monkeypatch.setattr("stairs.attention.choose.has_wide_vectors", lambda: wide_vectors)
-    assert in_place_rows() == limit
 
 
 def test_hopper_s_kernels_are_asked_for_or_measured() -> None:
@@ -137,14 +122,14 @@ def test_scores_held() -> None:
     assert score_bytes_held(tiled, rows=1, keys=20, heads=9, itemsize=4) == 20 * 9 * 4
 
 
-@pytest.mark.parametrize("max_q", [1, 512])
-def test_scores_held_by_threads_do_not_grow_with_the_context(max_q: int) -> None:
-    choice = choose(max_q=max_q, group_size=3, num_threads=2)
+@pytest.mark.parametrize("num_q", [1, 512])
+def test_scores_held_by_threads_do_not_grow_with_the_context(num_q: int) -> None:
+    choice = choose(group_size=3, num_threads=2)
     held = [
-        score_bytes_held(choice, rows=max_q, keys=keys, heads=9, itemsize=4)
+        score_bytes_held(choice, rows=num_q, keys=keys, heads=9, itemsize=4)
         for keys in (1024, 65536)
     ]
-    assert held[0] == held[1] < 1024 * 9 * 4 * max_q
+    assert held == [num_q * 64 * 6 * 4] * 2
 
 
 def test_choosing_loads_neither_torch_nor_numba() -> None:

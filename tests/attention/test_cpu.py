@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from itertools import pairwise
 from pathlib import Path
 
@@ -14,18 +13,10 @@ from hypothesis import strategies as st
 from numba import njit
 
 from attention.ragged import make_ragged
-from stairs.attention import cpu, jit
+from stairs.attention import cpu, cpu_vectors, jit
 from stairs.attention.attend import attend
 from stairs.attention.choose import KEY_TILE
 from stairs.attention.meta import AttnMeta
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _long_rows_stay_in_place() -> Iterator[None]:
-    """On every CPU, as on one with wide vectors."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("stairs.attention.choose.has_wide_vectors", lambda: True)
-        yield
 
 
 @pytest.mark.parametrize("num_threads", [1, 2, 3, 8])
@@ -89,7 +80,7 @@ def test_torch_keeps_its_threads() -> None:
 @njit
 def widen_all(bits, out):  # type: ignore[no-untyped-def]
     for i in range(bits.shape[0]):
-        out[i] = cpu.widen(bits[i])
+        out[i] = cpu_vectors.widen(bits[i])
 
 
 @pytest.mark.parametrize(

@@ -88,8 +88,6 @@ def test_rotate_and_write(
         block_table=torch.zeros((1, 5), dtype=torch.int32, device="cuda"),
         slots=slots,
         counts=torch.zeros((1, 3), dtype=torch.int64, device="cuda"),
-        max_q=tokens,
-        max_kv=tokens,
     )
     q = rotate_and_write_triton(projected, rotation, norms, LayerKV(*pools), meta, num_heads=heads)
     twins = rotate_torch(projected, rotation, norms, num_heads=heads)

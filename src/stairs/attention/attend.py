@@ -12,7 +12,6 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from stairs.attention.choose import in_place_rows
 from stairs.attention.devices import choose_paged, cutter_for
 from stairs.attention.meta import AttnMeta, LayerKV
 from stairs.attention.online import paged_online
@@ -44,11 +43,12 @@ def attend(
         scale = q.shape[-1] ** -0.5
     choice = choose_paged(
         layer_kv, backend=backend, dtype=q.dtype, num_heads=q.shape[1], device=q.device,
-        max_q=meta.max_q,
     )  # fmt: skip
     out = torch.empty_like(q, memory_format=torch.contiguous_format)
     if choice.implementation == "cpu":
-        _attend_cpu(q, k, v, layer_kv, meta, scale=scale, out=out)
+        from stairs.attention.cpu import attend_pages  # Numba, only where it is used
+
+        attend_pages(q, k, v, layer_kv, meta, scale=scale, out=out)
         return out
     if choice.implementation in ("triton", "hopper"):
         if not meta.work:
@@ -61,18 +61,6 @@ def attend(
     else:
         paged_online(q, layer_kv, meta, scale=scale, tile=choice.tile, out=out)
     return out
-
-
-def _attend_cpu(
-    q: Tensor, k: Tensor, v: Tensor, layer_kv: LayerKV, meta: AttnMeta, *, scale: float, out: Tensor
-) -> None:
-    # Numba, only where it is used.
-    from stairs.attention.cpu import write_and_attend_short
-    from stairs.attention.gathered import attend_long
-
-    write_and_attend_short(q, k, v, layer_kv, meta, scale=scale, out=out)
-    if meta.max_q >= in_place_rows() and not meta.batch_invariant:
-        attend_long(q, layer_kv, meta, scale=scale, out=out)
 
 
 def _attend_gpu(

@@ -8,15 +8,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from stairs.accounting.hardware import has_wide_vectors
 from stairs.errors import ConfigError
 
-__all__ = ["IMPLEMENTATIONS", "Choice", "Tile", "choose", "in_place_rows", "score_bytes_held"]
+__all__ = ["IMPLEMENTATIONS", "Choice", "Tile", "choose", "score_bytes_held"]
 
-SHORT_ROWS, ANY_ROWS = 16, 2**31 - 1
-# Rows of one SDPA call, measured at 512 rows of 9 heads x 64: 192 is 17 % quicker than 512 at
-# 512 keys (less above the staircase) and as quick at 8192; 128 is 7 % slower there.
-ROW_GROUP = 192
 SDPA_TILE = (64, 512)  # queries x keys that torch's CPU kernel holds a thread, from its source
 KEY_TILE = 64  # keys of one step of the Numba kernel: K and V of both stay in the first cache
 
@@ -30,15 +25,6 @@ IMPLEMENTATIONS: dict[Implementation, tuple[str, ...]] = {
     "triton": ("QK^T, softmax and times V, tile by tile",),
     "hopper": ("QK^T, softmax and times V, tile by tile",),
 }
-
-
-def in_place_rows() -> int:
-    """A sequence with fewer queries runs in the Numba kernel on this CPU, a longer one in SDPA.
-
-    With vectors of 512 bits the kernel is 1.3 to 2.6 times as quick as the gather and SDPA at 16
-    to 512 queries and 512 to 8192 keys; with narrower ones SDPA is up to 1.8 times as quick.
-    """
-    return ANY_ROWS if has_wide_vectors() else SHORT_ROWS
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,18 +52,15 @@ def choose(
     *,
     backend: str = "auto",
     device: str = "cpu",
-    max_q: int = 1,
     group_size: int = 1,
     num_threads: int = 1,
-    in_place: int = SHORT_ROWS,
     triton_lacks: str | None = None,
     hopper_lacks: str | None = None,
     hopper_measured: str | None = None,
     triton_tile: tuple[int, int] = (128, 64),
 ) -> Choice:
-    """The implementation for a call on ``device`` whose longest sequence feeds ``max_q`` rows.
+    """The implementation for a call on ``device``.
 
-    ``in_place``: what ``in_place_rows`` says of this CPU.
     ``triton_lacks``, ``hopper_lacks``: what keeps those kernels from this call, if something does.
     ``hopper_measured``: where Hopper's were measured to be the quicker ones; auto takes no others.
     Raises ConfigError for a backend that is unknown or does not run on the device.
@@ -107,11 +90,8 @@ def choose(
         return Choice("triton", Tile(*triton_tile), "Triton over pages in place, K/V ranges merged")
     if backend == "online" or device != "cpu":
         return Choice("online", Tile(128, 128), "tiles of 128 queries x 128 keys in torch")
-    if max_q < in_place:
-        tile = Tile(None, KEY_TILE, group_size * num_threads)
-        few = "" if in_place == ANY_ROWS else f"fewer than {in_place} queries: "
-        return Choice("cpu", tile, f"{few}pages read in place")
-    return Choice("cpu", Tile(*SDPA_TILE, num_threads), "long rows: pages gathered once for SDPA")
+    tile = Tile(None, KEY_TILE, group_size * num_threads)
+    return Choice("cpu", tile, "pages read in place, by threads over heads and keys")
 
 
 def score_bytes_held(choice: Choice, *, rows: int, keys: int, heads: int, itemsize: int) -> int:

@@ -1,4 +1,4 @@
-"""The Numba kernel, for sequences of fewer than ``in_place_rows`` queries, on a CPU.
+"""The attention kernel of CPUs, in Numba: chunks and decodes alike.
 
 Pages are read in place, once for all queries and query heads of a group, with float32
 accumulation (float64 for float64 inputs). The work is cut into tiles of ``KEY_TILE`` keys; every
@@ -17,14 +17,14 @@ from numba import types
 from numba.extending import overload
 from torch import Tensor
 
-from stairs.attention.choose import KEY_TILE, in_place_rows
+from stairs.attention.choose import KEY_TILE
 from stairs.attention.cpu_tiles import largest, score_tile, value_tile
-from stairs.attention.cpu_vectors import pointer, shifted, widen
+from stairs.attention.cpu_vectors import pointer, shifted
 from stairs.attention.jit import exp_float32, njit, prange, use_torch_threads
 from stairs.attention.meta import AttnMeta, LayerKV
 from stairs.attention.reference import compute_dtype
 
-__all__ = ["gather_reversed", "write_and_attend", "write_and_attend_short"]
+__all__ = ["attend_pages", "write_and_attend"]
 
 
 SHARED_ROWS = 64  # of a sequence: from here on waking threads costs less than merging its rows
@@ -120,13 +120,11 @@ def _write(rows, pool, slots):
 
 
 @njit
-def _plan(cu_q, kv_len, group, short_rows, key_tile, plan):
-    """Fill plan (S, 2) with rows and tiles; the largest number of rows. Sequences that are not
-    short have none here."""
+def _plan(cu_q, kv_len, group, key_tile, plan):
+    """Fill plan (S, 2) with rows and tiles; the largest number of rows."""
     most_rows = 0
     for seat in range(kv_len.shape[0]):
-        num_q = cu_q[seat + 1] - cu_q[seat]
-        rows = num_q * group if num_q < short_rows else 0
+        rows = (cu_q[seat + 1] - cu_q[seat]) * group
         plan[seat, 0] = rows
         plan[seat, 1] = (kv_len[seat] + key_tile - 1) // key_tile if rows else 0
         most_rows = max(most_rows, rows)
@@ -272,9 +270,9 @@ def _finish(
 @njit(parallel=True, nogil=True, cache=True)
 def write_and_attend(
     q, k, v, k_pool, v_pool, cu_q, kv_len, block_table, slots, scale, out, counts, num_threads,
-    short_rows, key_tile, whole,
+    key_tile, whole,
 ):  # fmt: skip
-    """``write_and_attend_short`` on arrays, q of the compute dtype, k and v of the pool's. What
+    """``attend_pages`` on arrays, q of the compute dtype, k and v of the pool's. What
     needs no threads is compiled without them."""
     num_pages, kv_heads, block_size, head_dim = k_pool.shape
     _check_ids(cu_q, kv_len, block_table, slots, num_pages, block_size)
@@ -284,7 +282,7 @@ def write_and_attend(
     for seat in range(kv_len.shape[0]):
         counts[seat, 2] += (cu_q[seat + 1] - cu_q[seat]) * kv_heads * key_bytes
     plan = np.empty((kv_len.shape[0], 2), np.int64)
-    most_rows = _plan(cu_q, kv_len, q.shape[1] // kv_heads, short_rows, key_tile, plan)
+    most_rows = _plan(cu_q, kv_len, q.shape[1] // kv_heads, key_tile, plan)
     if most_rows:
         num_slots = kv_len.shape[0] * kv_heads + num_threads
         first_rows = np.empty(num_slots + 1, np.int64)
@@ -311,30 +309,13 @@ def write_and_attend(
                 )  # fmt: skip
 
 
-@njit(parallel=True, nogil=True, cache=True)
-def _gather(k_pool, v_pool, block_table, seat, keys, values):
-    """Copy one sequence's pages into keys and values (G, Sk, D), widened, the last key first."""
-    kv_heads, num_kv, head_dim = keys.shape
-    block_size = k_pool.shape[2]
-    for column in prange((num_kv + block_size - 1) // block_size):
-        page, first = block_table[seat, column], column * block_size
-        for head in range(kv_heads):
-            for offset in range(min(block_size, num_kv - first)):
-                row = num_kv - 1 - first - offset
-                for e in range(head_dim):
-                    keys[head, row, e] = widen(k_pool[page, head, offset, e])
-                for e in range(head_dim):
-                    values[head, row, e] = widen(v_pool[page, head, offset, e])
-
-
-def write_and_attend_short(
+def attend_pages(
     q: Tensor, k: Tensor, v: Tensor, layer_kv: LayerKV, meta: AttnMeta, *, scale: float, out: Tensor
 ) -> None:
-    """Write k, v (T, G, D) at ``meta.slots``; attend for every sequence of fewer queries than
-    ``in_place_rows``, q (T, H, D) into the same rows of out (T, H, D). Other rows are left alone.
+    """Write k, v (T, G, D) at ``meta.slots``; then q (T, H, D) over the pages, into out (T, H, D).
 
-    If the step is ``batch_invariant``, for every sequence, and in one order of sums whatever the
-    other rows and sequences: tiles of keys begin at multiples of KEY_TILE, and none are merged.
+    If the step is ``batch_invariant``, in one order of sums whatever the other rows and sequences:
+    tiles of keys begin at multiples of KEY_TILE, and none are merged.
     """
     dtype = compute_dtype(q.dtype, layer_kv.k.dtype)
     queries = q.to(dtype).contiguous()
@@ -355,24 +336,11 @@ def write_and_attend_short(
         result.numpy(),
         meta.counts.numpy(),
         num_threads,
-        # Arguments: what is compiled and cached must not depend on another file.
-        meta.max_q + 1 if meta.batch_invariant else in_place_rows(),
-        KEY_TILE,
+        KEY_TILE,  # an argument: what is compiled and cached must not depend on another file
         meta.batch_invariant,
     )
     if result is not out:
         out.copy_(result)
-
-
-def gather_reversed(
-    layer_kv: LayerKV, meta: AttnMeta, seat: int, *, keys: Tensor, values: Tensor
-) -> int:
-    """Fill keys and values (G, Sk, D), of a dtype at least as wide as the pool's, with a sequence
-    whose page ids ``write_and_attend_short`` has checked, the last key first; the bytes read."""
-    table = meta.block_table.contiguous().numpy()
-    use_torch_threads()
-    _gather(_bits(layer_kv.k), _bits(layer_kv.v), table, seat, keys.numpy(), values.numpy())
-    return keys.numel() * layer_kv.k.itemsize + values.numel() * layer_kv.v.itemsize
 
 
 def _bits(tensor: Tensor) -> np.ndarray:

@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import torch
 
-from stairs.attention.choose import Choice, choose, in_place_rows
+from stairs.attention.choose import Choice, choose
 from stairs.attention.hopper_decode_check import decode_self_test
 from stairs.attention.meta import LayerKV
 from stairs.attention.tiles import CARDS, Card, hopper_tiles, paged_tiles
@@ -87,14 +87,16 @@ def choose_paged(
     dtype: torch.dtype,
     num_heads: int,
     device: torch.device,
-    max_q: int = 1,
 ) -> Choice:
     """``choose`` for queries (T, num_heads, D) over such pages, with what the card lacks.
 
     Raises ConfigError for a backend that is unknown or does not run that.
     """
     if device.type != "cuda":
-        return choose(backend=backend, device=device.type, max_q=max_q, in_place=in_place_rows())
+        return choose(
+            backend=backend,
+            device=device.type,
+        )
     _, kv_heads, _, head_dim = layer_kv.k.shape
     measured = hopper_tiles(head_dim, num_heads // kv_heads)[0].measured
     hopper_lacks = hopper_decode_lacks(
@@ -108,7 +110,6 @@ def choose_paged(
     return choose(
         backend=backend,
         device="cuda",
-        max_q=max_q,
         triton_lacks=triton_supports(device, dtype, head_dim),
         hopper_lacks=hopper_lacks,
         hopper_measured=measured,

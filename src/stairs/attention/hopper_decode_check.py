@@ -79,8 +79,6 @@ def _error(attend: Attend, group: int, head_dim: int, device: torch.device) -> f
         block_table=table.to(device),
         slots=torch.empty(0, dtype=torch.int64, device=device),
         counts=torch.zeros((len(LENGTHS), 3), dtype=torch.int64, device=device),
-        max_q=int(num_q.max()),
-        max_kv=int(num_kv.max()),
         counting=False,
     )
     q = torch.randn(

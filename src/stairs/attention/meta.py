@@ -59,8 +59,6 @@ class AttnMeta:
     block_table: Tensor  # (S, P) int32  page ids; entries past the last used page are never read
     slots: Tensor  # (T,) int64    page * B + offset where each new K/V row goes
     counts: Tensor  # (S, 3) int64  the kernels add what their loops visited; columns below
-    max_q: int  # host ints: bounds that choose an implementation, never a sync
-    max_kv: int
     work: tuple[WorkList, ...] = ()  # for a GPU: built with the batch
     batch_invariant: bool = False  # a row's bits depend on its own sequence alone
     counting: bool = True  # GPU kernels count only for tests and ``verify``; a CPU's always do

@@ -91,8 +91,6 @@ class Batch:
             block_table=self._tensor(table),
             slots=self._tensor(slots),
             counts=torch.zeros((len(sequences), 3), dtype=torch.int64, device=self.device),
-            max_q=int(num_new.max()),
-            max_kv=int(kv_len.max()),
             work=() if self.cutter is None else self.cutter(num_new, kv_len),
             batch_invariant=self.batch_invariant,
             counting=self.counting,

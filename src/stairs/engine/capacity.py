@@ -173,8 +173,6 @@ def _run_largest_step(
         block_table=torch.zeros((len(num_q), pages), dtype=torch.int32, device=device),
         slots=zeros,
         counts=torch.zeros((len(num_q), 3), dtype=torch.int64, device=device),
-        max_q=int(num_q.max()),
-        max_kv=context,
         work=cutter(num_q, num_kv) if cutter is not None else (),
         counting=cutter is None,
     )

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from stairs.attention.choose import KEY_TILE, in_place_rows
+from stairs.attention.choose import KEY_TILE
 from stairs.attention.cpu import write_and_attend
 from stairs.attention.jit import njit, use_torch_threads
 from stairs.attention.meta import AttnMeta, LayerKV
@@ -37,7 +37,7 @@ def _copied(heads, first, num):
 def _rotate_and_attend(heads, rotation, pools, step, options, num_heads, num_threads, out):
     cos, sin = rotation
     cu_q, kv_len, table, slots, counts = step
-    scale, short_rows, key_tile, whole = options
+    scale, key_tile, whole = options
     kv_heads = (heads.shape[1] - num_heads) // 2
     rotate_few(heads, cos, sin, num_heads + kv_heads)
     write_and_attend(
@@ -45,14 +45,13 @@ def _rotate_and_attend(heads, rotation, pools, step, options, num_heads, num_thr
         _copied(heads, num_heads, kv_heads),
         _copied(heads, num_heads + kv_heads, kv_heads),
         pools[0], pools[1], cu_q, kv_len, table, slots, scale, out, counts, num_threads,
-        short_rows, key_tile, whole,
+        key_tile, whole,
     )  # fmt: skip
 
 
 def takes(heads: Tensor, layer_kv: LayerKV, meta: AttnMeta) -> bool:
-    """Whether every sequence of the step is for the kernel, and there are few rows."""
-    short = meta.max_q < in_place_rows() or meta.batch_invariant
-    return short and heads.shape[0] <= SERIAL_ROWS and layer_kv.k.dtype == torch.float32
+    """Whether the step is one of few rows, over a pool of float32."""
+    return heads.shape[0] <= SERIAL_ROWS and layer_kv.k.dtype == torch.float32
 
 
 def rotate_and_attend(
@@ -64,7 +63,6 @@ def rotate_and_attend(
     out = np.empty((rows.shape[0], num_heads, rows.shape[2]), np.float32)
     options = (
         np.float32(rows.shape[2] ** -0.5),
-        meta.max_q + 1 if meta.batch_invariant else in_place_rows(),
         KEY_TILE,
         meta.batch_invariant,
     )
