@@ -54,8 +54,6 @@ def paged(tokens: int, heads: int, dim: int, new: int) -> tuple[torch.Tensor, La
         block_table=torch.arange(blocks, dtype=torch.int32).unsqueeze(0),
         slots=torch.arange(tokens - new, tokens),
         counts=torch.zeros(1, 3, dtype=torch.int64),
-        max_q=new,
-        max_kv=tokens,
     )
     return torch.randn(3, new, heads, dim), layer_kv, meta
 
@@ -83,7 +81,7 @@ def faster() -> None:
         moved = traffic.compulsory_bytes(tokens, tokens, dim, FLOAT32) * heads
         if backend == "reference":
             moved = traffic.materialised_bytes(tokens, tokens, dim, FLOAT32) * heads
-        choice = choose(backend=backend, max_q=tokens, num_threads=torch.get_num_threads())
+        choice = choose(backend=backend, num_threads=torch.get_num_threads())
         held = score_bytes_held(choice, rows=tokens, keys=tokens, heads=heads, itemsize=FLOAT32)
         rows.append((name, pairs, 4 * dim * pairs, held, moved, seconds))
     columns = (
