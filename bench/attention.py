@@ -1,8 +1,8 @@
 """How fast is attention alone? One JSON line a figure. `python bench/attention.py --cpu`
 
 Decode: GB/s of K and V read from scattered pages, beside the read bandwidth of the same moment.
-Chunk: 512 new rows over a context in pages, gather included, beside torch's SDPA on contiguous
-K and V with a bool mask. The sides run in turn; figures are medians.
+Chunk: 512 new rows over a context in pages, their K/V write included, beside torch's SDPA on
+contiguous K and V with a bool mask. The sides run in turn; figures are medians.
 """
 
 from __future__ import annotations

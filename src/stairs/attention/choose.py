@@ -12,7 +12,6 @@ from stairs.errors import ConfigError
 
 __all__ = ["IMPLEMENTATIONS", "Choice", "Tile", "choose", "score_bytes_held"]
 
-SDPA_TILE = (64, 512)  # queries x keys that torch's CPU kernel holds a thread, from its source
 KEY_TILE = 64  # keys of one step of the Numba kernel: K and V of both stay in the first cache
 
 Implementation = Literal["reference", "online", "cpu", "triton", "hopper"]

@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from stairs.attention.choose import SDPA_TILE, Choice, Tile
+from stairs.attention.choose import Choice, Tile
 from stairs.attention.devices import card_of, triton_supports
 from stairs.attention.hopper import forward_tile, hopper_lacks
 from stairs.attention.hopper_check import self_test, triton_release
@@ -28,6 +28,7 @@ __all__ = ["choose_contiguous", "choose_flash", "flash_attention", "flash_attent
 
 OPEN = (-1, -1)
 BACKENDS = ("auto", "cpu", "online", "triton", "hopper")
+SDPA_TILE = Tile(64, 512)  # that torch's CPU kernel holds a thread, from its source
 TILE = Tile(256, 512)  # of the torch path: scores of one head held at a time
 
 
@@ -204,9 +205,7 @@ def choose_contiguous(
     if backend == "online":
         return Choice("online", TILE, "tiles in torch: asked for")
     if device != "cuda":
-        return Choice(
-            "cpu", Tile(*SDPA_TILE), "torch's SDPA; tiles in torch where it lacks an option"
-        )
+        return Choice("cpu", SDPA_TILE, "torch's SDPA; tiles in torch where it lacks an option")
     if triton_lacks:
         return Choice("online", TILE, f"tiles in torch: {triton_lacks}")
     if backend == "hopper":

@@ -29,6 +29,7 @@ from stairs.attention.gluon_api import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
+from stairs.attention.hopper import padded
 from stairs.attention.meta import AttnMeta, LayerKV, WorkList
 from stairs.attention.tiles import HopperTile
 from stairs.attention.triton_paged import merge_partials, partials
@@ -375,7 +376,7 @@ def constants(
 ) -> dict[str, Any]:  # fmt: skip
     """What ``decode_kernel`` is compiled for."""
     box = min(tile.keys, block_size)
-    head_block = max(64, 1 << (head_dim - 1).bit_length())
+    head_block = padded(head_dim)
     return {
         "GROUP": group, "KV_HEADS": kv_heads, "BLOCK": block_size, "BOX": box, "D": head_dim,
         "BD": head_block, "ROWS": tile.rows, "BN": tile.keys, "STAGES": tile.num_stages,
