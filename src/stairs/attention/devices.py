@@ -11,7 +11,7 @@ import torch
 from stairs.attention.choose import Choice, choose
 from stairs.attention.hopper_decode_check import decode_self_test
 from stairs.attention.meta import LayerKV
-from stairs.attention.tiles import CARDS, Card, hopper_tiles, paged_tiles
+from stairs.attention.tiles import CARDS, MAX_HEAD_DIM, Card, hopper_tiles, paged_tiles
 from stairs.attention.work import Cutter, Tiles
 
 __all__ = [
@@ -58,9 +58,6 @@ def cuda_problem() -> str | None:
     if importlib.util.find_spec("triton") is None:
         return "Triton is not installed (pip install 'stairs[gpu]'); running on the CPU"
     return None
-
-
-MAX_HEAD_DIM = 256
 
 
 def cutter_for(

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 __all__ = [
     "CARDS",
+    "MAX_HEAD_DIM",
     "Card",
     "HopperTile",
     "TritonTile",
@@ -19,6 +20,7 @@ __all__ = [
 ]
 
 KIB = 1024
+MAX_HEAD_DIM = 256  # of our kernels on a GPU
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 
 from stairs.attention.meta import WorkList
 from stairs.attention.tiles import HopperTile, TritonTile
+from stairs.attention.workspace import num_places
 
 __all__ = [
     "ENTRY_FIELDS",
@@ -317,7 +318,7 @@ def cut_step(
         seats = np.flatnonzero(chosen == index)
         if not len(seats):
             continue
-        target = max(1, num_sms * tile.per_sm // kv_heads)
+        target = num_places(tile, kv_heads=kv_heads, num_sms=num_sms)
         if isinstance(tile, HopperTile):
             cut = cut_programs(
                 num_q[seats], num_kv[seats], group=group, tile=tile, num_programs=target,
