@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from gpu_prefill import HEAD_DIMS, chunks, prefill
-from gpu_sides import Side, fa3_side, load_fa3, milliseconds, report
+from gpu_sides import Side, captured, fa3_side, load_fa3, milliseconds, report
 from stairs.attention.attend import attend_written, cut
 from stairs.attention.devices import cutter_for, hopper_decode_lacks
 from stairs.attention.meta import AttnMeta, LayerKV
@@ -97,7 +97,9 @@ def decode_sides(
     right = attend_written(q, pools[0], metas["stairs"])
     for name, meta in metas.items():
         ours = attend_written(q, pools[0], meta)
-        torch.testing.assert_close(ours, right, rtol=2e-2, atol=2e-3, msg=name)
+        torch.testing.assert_close(
+            ours, right, rtol=2e-2, atol=2e-3, msg=lambda found, name=name: f"{name}: {found}"
+        )
     if fa3 is not None:
         calls = [
             fa3_side(
@@ -164,17 +166,6 @@ def paged(
 def rows_first(pool: LayerKV) -> Iterator[Tensor]:
     """(pages, block, heads, D), as FlashAttention-3 wants pages."""
     return (x.transpose(1, 2).contiguous() for x in (pool.k, pool.v))
-
-
-def captured(calls: list[Side]) -> Side:
-    """All calls in one graph, which keeps what they use alive."""
-    for call in calls:
-        call()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        kept = [call() for call in calls]
-    return lambda: (graph.replay(), kept, calls)
 
 
 def main() -> None:

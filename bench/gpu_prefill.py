@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, flex_attention, sdpa_kernel
 
-from gpu_sides import Side, fa3_side, milliseconds, report
+from gpu_sides import Side, captured, fa3_side, host_microseconds, milliseconds, report
 from stairs.attention.attend import attend_written, cut
 from stairs.attention.devices import card_of
 from stairs.attention.flash import flash_attention, flash_attention_varlen
@@ -23,7 +23,8 @@ from stairs.attention.meta import AttnMeta, LayerKV
 HEAD_DIMS = (64, 128, 256)
 TOKENS = 16384
 LENGTHS = (512, 1024, 2048, 4096, 8192, 16384, 32768)
-SWEPT_LENGTHS = (512, 2048, 8192)
+FEW_LENGTHS = (512, 2048, 8192)
+IN_GRAPH = 4  # calls a graph: what begins and ends it weighs less
 RAGGED = (1, 8192, 3, 17, 1500, 64, 128, 2500, 300, 700, 33, 1024, 900, 511, 511)  # 16384 in all
 CHUNK = 512  # prompt tokens of a step
 CHUNK_HEADS = [(32, 8, 128), (9, 3, 64)]
@@ -55,19 +56,20 @@ def prefill_cells(head_dims: Sequence[int], *, sweep: bool) -> Iterator[Prefill]
     for head_dim in head_dims:
         for causal in (False, True):
             heads = 2048 // head_dim
-            for length in SWEPT_LENGTHS if sweep else LENGTHS:
+            for length in LENGTHS[:-1] if sweep else LENGTHS:
                 lengths = (length,) * max(1, TOKENS // length)
                 yield Prefill(heads, heads, head_dim, lengths, causal)
             yield Prefill(heads, heads, head_dim, RAGGED, causal)
     for kv_heads in () if sweep or 128 not in head_dims else (8, 1):
         for causal in (False, True):
-            for length in SWEPT_LENGTHS:
+            for length in FEW_LENGTHS:
                 yield Prefill(32, kv_heads, 128, (length,) * (TOKENS // length), causal)
             yield Prefill(32, kv_heads, 128, RAGGED, causal)
 
 
 def prefill(fa3: Any, *, repeats: int, head_dims: Sequence[int], sweep: bool) -> None:
-    """TFLOP/s of each side; of a side that cannot run, why."""
+    """TFLOP/s of each side in a CUDA graph, and what a call costs the host; of a side that cannot
+    run, why."""
     last = None
     for cell in prefill_cells(head_dims, sweep=sweep):
         if last != (cell.head_dim, cell.causal):
@@ -80,22 +82,25 @@ def prefill(fa3: Any, *, repeats: int, head_dims: Sequence[int], sweep: bool) ->
                         dtype=torch.bfloat16)
             for heads in (cell.heads, cell.kv_heads, cell.kv_heads)
         )  # fmt: skip
-        sides = swept_sides(cell, q, k, v) if sweep else peers(cell, q, k, v, fa3=fa3)
-        problems = {}
-        for name, side in list(sides.items()):
+        make = swept_sides if sweep else peers
+        graphs, host_us, problems = {}, {}, {}
+        for name, side in make(cell, q, k, v, fa3=fa3).items():
             try:
-                side()
+                graphs[name] = captured([side] * IN_GRAPH)
             except Exception as problem:  # a peer's limits, or a tile that a driver refuses
                 problems[name] = repr(problem)[:200]
-                del sides[name]
-        times = milliseconds(sides, repeats=repeats)
+                continue
+            host_us[name] = host_microseconds(side)
+        times = milliseconds(graphs, repeats=repeats)
         report(
             what="prefill_sweep" if sweep else "prefill", head_dim=cell.head_dim,
             heads=f"{cell.heads}/{cell.kv_heads}", causal=cell.causal,
             length="ragged" if cell.is_ragged else cell.lengths[0], tokens=rows,
-            tflops={name: round(cell.flops / ms / 1e9) for name, ms in times.items()},
-            **({"problems": problems} if problems else {}),
+            tflops={name: round(cell.flops * IN_GRAPH / ms / 1e9) for name, ms in times.items()},
+            host_us=host_us, **({"problems": problems} if problems else {}),
         )  # fmt: skip
+        del graphs
+        torch.cuda.empty_cache()
 
 
 def ends_of(cell: Prefill) -> Tensor:
@@ -119,11 +124,7 @@ def peers(cell: Prefill, q: Tensor, k: Tensor, v: Tensor, *, fa3: Any) -> dict[s
         "ours_hopper": ours(cell, q, k, v, backend="hopper"),
     }
     if fa3 is not None:
-        flat = [x.flatten(0, 1) for x in (q, k, v)]
-        ends, longest = ends_of(cell), max(cell.lengths)
-        sides["fa3"] = fa3_side(
-            fa3, flat, ends, ends, None, longest, longest, None, causal=cell.causal
-        )
+        sides["fa3"] = fa3_ragged(fa3, cell, q, k, v)
     if cell.is_ragged:
         return sides
     rows = [x.transpose(1, 2).contiguous() for x in (q, k, v)]
@@ -132,7 +133,7 @@ def peers(cell: Prefill, q: Tensor, k: Tensor, v: Tensor, *, fa3: Any) -> dict[s
     ):  # fmt: skip
         sides[name] = in_backend(backend, rows, causal=cell.causal)
     length = q.shape[1]
-    if length in SWEPT_LENGTHS and cell.heads == cell.kv_heads:  # it compiles for seconds
+    if length in FEW_LENGTHS and cell.heads == cell.kv_heads:  # it compiles for seconds
         make, mask = flex_attention.create_block_mask, None
         if cell.causal:
             mask = make(lambda b, h, i, j: j <= i, None, None, length, length)
@@ -143,8 +144,17 @@ def peers(cell: Prefill, q: Tensor, k: Tensor, v: Tensor, *, fa3: Any) -> dict[s
     return sides
 
 
-def swept_sides(cell: Prefill, q: Tensor, k: Tensor, v: Tensor) -> dict[str, Side]:
-    """Every tile of the table, and cuDNN where it has such a call."""
+def fa3_ragged(fa3: Any, cell: Prefill, q: Tensor, k: Tensor, v: Tensor) -> Side:
+    """The only call that this build of it has."""
+    flat = [x.flatten(0, 1) for x in (q, k, v)]
+    ends, longest = ends_of(cell), max(cell.lengths)
+    return fa3_side(fa3, flat, ends, ends, None, longest, longest, None, causal=cell.causal)
+
+
+def swept_sides(
+    cell: Prefill, q: Tensor, k: Tensor, v: Tensor, *, fa3: Any
+) -> dict[str, Side]:  # fmt: skip
+    """Every tile of the table, and the peers that come near it."""
     ends = ends_of(cell) if cell.is_ragged else None
 
     def with_tile(tile: ForwardTile) -> Side:
@@ -156,6 +166,8 @@ def swept_sides(cell: Prefill, q: Tensor, k: Tensor, v: Tensor) -> dict[str, Sid
 
     tiles = forward_tiles(cell.head_dim, has_right_edge=cell.causal)
     sides = {told_forward(tile): with_tile(tile) for tile in tiles}
+    if fa3 is not None:
+        sides["fa3"] = fa3_ragged(fa3, cell, q, k, v)
     if ends is None:
         rows = [x.transpose(1, 2).contiguous() for x in (q, k, v)]
         sides["cudnn"] = in_backend(SDPBackend.CUDNN_ATTENTION, rows, causal=cell.causal)
@@ -194,13 +206,16 @@ def chunks(fa3: Any, *, repeats: int, head_dims: Sequence[int]) -> None:
         for page in (16, 64) if head_dim in head_dims else ():
             for context in CONTEXTS:
                 sides = chunk_sides(heads, kv_heads, head_dim, page, context, fa3=fa3)
-                times = milliseconds(sides, repeats=repeats)
+                graphs = {name: captured([side] * IN_GRAPH) for name, side in sides.items()}
+                times = milliseconds(graphs, repeats=repeats)
                 seen = CHUNK * context - CHUNK * (CHUNK - 1) / 2
                 flops = 4.0 * seen * heads * head_dim
                 report(
                     what="chunk", head_dim=head_dim, heads=f"{heads}/{kv_heads}", page=page,
                     context=context,
-                    tflops={name: round(flops / ms / 1e9) for name, ms in times.items()},
+                    tflops={
+                        name: round(flops * IN_GRAPH / ms / 1e9) for name, ms in times.items()
+                    },
                 )  # fmt: skip
 
 

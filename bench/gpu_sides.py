@@ -6,6 +6,7 @@ import importlib.util
 import json
 import os
 import statistics
+import time
 from collections.abc import Callable
 from datetime import date
 from typing import Any
@@ -16,6 +17,28 @@ from torch import Tensor
 from quoted import commit, machine
 
 Side = Callable[[], object]
+
+
+def captured(calls: list[Side]) -> Side:
+    """All calls in one graph, which keeps what they use alive."""
+    for call in calls:
+        call()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        kept = [call() for call in calls]
+    return lambda: (graph.replay(), kept, calls)
+
+
+def host_microseconds(side: Side, *, repeats: int = 9) -> float:
+    """Median time until a call returns to an idle GPU's caller: what a launch costs the CPU."""
+    times = []
+    for _ in range(repeats):
+        torch.cuda.synchronize()
+        began = time.perf_counter()
+        side()
+        times.append(time.perf_counter() - began)
+    return round(statistics.median(times) * 1e6, 1)
 
 
 def milliseconds(sides: dict[str, Side], *, repeats: int) -> dict[str, float]:

@@ -29,6 +29,7 @@ def run(arguments: list[str]) -> Counter[str]:
     with tempfile.TemporaryDirectory() as folder:
         report = Path(folder) / "report.xml"
         command = [sys.executable, "-m", "pytest", "-q", "-m", "gpu", f"--junitxml={report}"]
+        command += ["-p", "no:benchmark"]  # it warns beside xdist, and a warning is an error here
         subprocess.run([*command, *arguments, *sys.argv[1:]], cwd=ROOT)
         suite = ElementTree.parse(report).getroot()[0]
     counts = {name: int(suite.get(name, 0)) for name in ("tests", "failures", "errors", "skipped")}

@@ -1,6 +1,7 @@
 """Which tile came out best? `python bench/attention_gpu.py --decode --sweep | python
-bench/sweep_best.py`: for each head shape every side's speed over the reference's (fa3, else our
-plain kernel, else the first side): geometric mean, worst cell, and the cells it is the first in.
+bench/sweep_best.py`: for each head shape every side's speed over the best peer's (fa3 or cudnn;
+without them our plain kernel's, else the first side's): geometric mean, worst cell, and the cells
+it is the first in.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ def speeds(line: dict[str, Any]) -> dict[str, float]:
 
 
 def shape_of(line: dict[str, Any]) -> str:
-    if "heads" in line:
+    if "block_size" in line:
         return f"{line['heads']} page {line['block_size']}"
     return f"D {line['head_dim']} causal={line['causal']}"
 
@@ -35,7 +36,8 @@ def compared(lines: Iterable[dict[str, Any]]) -> dict[str, dict[str, dict[str, f
     found: dict[str, dict[str, dict[str, float]]] = defaultdict(lambda: defaultdict(dict))
     for line in lines:
         speed = speeds(line)
-        reference = speed.get("fa3") or speed.get("stairs") or next(iter(speed.values()))
+        peers = [speed[name] for name in ("fa3", "cudnn") if name in speed]
+        reference = max(peers) if peers else speed.get("stairs") or next(iter(speed.values()))
         for side, value in speed.items():
             found[shape_of(line)][side][cell_of(line)] = value / reference
     return found

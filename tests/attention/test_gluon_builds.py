@@ -5,7 +5,9 @@ Under the newest Triton too, where `.ci/run` puts it in front: there some may sp
 
 from __future__ import annotations
 
+import ast
 import os
+from pathlib import Path
 
 import pytest
 
@@ -30,6 +32,8 @@ from attention.gluon_builds import (
 from stairs.attention import hopper_forward, hopper_order
 from stairs.attention.hopper import TILES, forward_tile
 
+ATTENTION = Path(hopper_forward.__file__).parent
+KERNELS = sorted((*ATTENTION.glob("hopper_*.py"), *ATTENTION.glob("triton_*.py")))
 ALL = list(dict.fromkeys((*chosen(), *swept())))
 # In every run: each head_dim's longest kernel without a cap, and the order of ragged rows.
 FEW = [
@@ -80,6 +84,23 @@ def test_representative(build: Build) -> None:
 def test_all(build: Build) -> None:
     """STAIRS_ALL_KERNELS=1, or `make test-kernels`: minutes on many cores."""
     check(build)
+
+
+@pytest.mark.parametrize("file", KERNELS, ids=lambda file: file.stem)
+def test_no_inner_loop_begins_at_a_bare_name(file: Path) -> None:
+    """Triton 3.6 takes a value that an outer loop carries, and that is nothing but where an inner
+    loop begins, for unused, and goes on with the first one. A sum of it is used."""
+    for function in ast.walk(ast.parse(file.read_text())):
+        if not isinstance(function, ast.FunctionDef) or not any(
+            "jit" in ast.unparse(decorator) for decorator in function.decorator_list
+        ):
+            continue
+        for outer in (node for node in ast.walk(function) if isinstance(node, ast.For)):
+            for node in (node for child in outer.body for node in ast.walk(child)):
+                if isinstance(node, ast.For) and isinstance(node.iter, ast.Call):
+                    start, *rest = node.iter.args
+                    told = f"{function.name}: {ast.unparse(node.iter)}"
+                    assert not (rest and isinstance(start, ast.Name)), told
 
 
 def test_hardware_barriers_suffice() -> None:

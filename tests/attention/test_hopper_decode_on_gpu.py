@@ -47,7 +47,12 @@ def check(batch: Ragged) -> None:
 
 
 def run_with(
-    batch: Ragged, tiles: Tiles, *, fixed_keys: int | None = None, chosen: list[int] | None = None
+    batch: Ragged,
+    tiles: Tiles,
+    *,
+    fixed_keys: int | None = None,
+    chosen: list[int] | None = None,
+    num_sms: int = 132,
 ) -> Tensor:
     """The sequences ``chosen``, all by default, whose K and V are in the pages."""
     chosen = list(range(len(batch.keys))) if chosen is None else chosen
@@ -59,7 +64,7 @@ def run_with(
         group=q.shape[1] // kv_heads,
         kv_heads=kv_heads,
         tiles=tiles,
-        num_sms=132,
+        num_sms=num_sms,
         fixed_keys=fixed_keys,
     )
     meta = dataclasses.replace(
@@ -101,6 +106,20 @@ def test_every_candidate(head_dim: int, group: int) -> None:
         )  # fmt: skip
         assert_right(first, exact, own)
         assert all(torch.equal(first, other) for other in again), tile
+
+
+@pytest.mark.parametrize("num_sms", [1, 3, 20])
+@pytest.mark.parametrize(("head_dim", "group"), [(64, 3), (128, 4), (128, 32), (256, 2)])
+def test_programs_of_many_entries(head_dim: int, group: int, num_sms: int) -> None:
+    """The ring and the loops go on from one entry to the next, which begins at another key."""
+    batch = on_gpu(make_ragged(DECODE, num_heads=2 * group, kv_heads=2, head_dim=head_dim,
+                               dtype=torch.bfloat16))  # fmt: skip
+    write_pages(batch.k, batch.v, batch.layer_kv, batch.meta)
+    exact, own = expected(batch), torch_own(batch)
+    for tile in hopper_tiles(head_dim, group):
+        for chained in (False, True):
+            tiles = (dataclasses.replace(tile, is_chained=chained), HopperTile(64, 64, 2, 1))
+            assert_right(run_with(batch, tiles, num_sms=num_sms), exact, own)
 
 
 @pytest.mark.parametrize("poison", [torch.nan, torch.inf, -torch.inf], ids=str)

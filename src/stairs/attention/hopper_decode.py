@@ -54,6 +54,13 @@ def read_entry(entry, exists):
 
 
 @gluon.jit
+def num_steps(first_key, last_key, BN: gl.constexpr):
+    """Tiles of an entry. Loops count them and do not begin at ``first_key``: Triton 3.6 carries on
+    the first entry's where a value that changes is nothing but the start of an inner loop."""
+    return (last_key - first_key + BN - 1) // BN
+
+
+@gluon.jit
 def load_tiles(
     k_boxes, v_boxes, table, entries, starts, k_tiles, v_tiles, full, empty, first, head,
     table_stride, num_blocks,
@@ -71,7 +78,8 @@ def load_tiles(
     num = gl.load(starts + first + 1) - begin + 1
     for i in range(num):
         pages = table + seat.to(gl.int64) * table_stride
-        for start in range(first_key, last_key, BN):
+        for step in range(num_steps(first_key, last_key, BN)):
+            start = first_key + step * BN
             stage = turn % STAGES
             # All ids before the wait and the copies: their loads are under way together.
             rows = ()
@@ -189,7 +197,8 @@ def attend_narrow(
         m = gl.full([4, 16], float("-inf"), gl.float32, ROW)
         l = gl.zeros([4, 16], gl.float32, ROW)
         acc = gl.zeros([4, 16, BD], gl.float32, S)
-        for start in range(first_key, last_key, BN):
+        for step in range(num_steps(first_key, last_key, BN)):
+            start = first_key + step * BN
             stage = turn % STAGES
             mbarrier.wait(full.index(stage), (turn // STAGES) & 1)
             if last_key - start < BN:
@@ -269,7 +278,8 @@ def attend_wide(
         m = gl.full([64], float("-inf"), gl.float32, ROW)
         l = gl.zeros([64], gl.float32, ROW)
         acc = gl.zeros([64, BD], gl.float32, O)
-        for start in range(first_key, last_key, BN):
+        for step in range(num_steps(first_key, last_key, BN)):
+            start = first_key + step * BN
             stage = turn % STAGES
             mbarrier.wait(full.index(stage), (turn // STAGES) & 1)
             s = warpgroup_mma(
