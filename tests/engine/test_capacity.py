@@ -6,8 +6,10 @@ import pytest
 import torch
 
 from harness import Tiny
+from stairs.attention.tiles import CARDS, Card
+from stairs.attention.workspace import engine_tiles, workspace_bytes
 from stairs.config import CacheConfig, EngineConfig
-from stairs.engine.capacity import Capacity
+from stairs.engine.capacity import MARGIN_BYTES, Capacity
 from stairs.engine.resolve import resolve
 from stairs.errors import ConfigError
 
@@ -23,6 +25,20 @@ def test_the_card_adds_up() -> None:
     head, *rows = capacity.lines()
     assert head == "Card: 80.00 GiB, of which 72.00 GiB may be used"
     assert any("1000 blocks = 16000 tokens" in row and "53.00 GiB" in row for row in rows)
+
+
+@pytest.mark.parametrize("itemsize", [2, 4])
+@pytest.mark.parametrize("card", CARDS.values(), ids=str)
+def test_a_step_in_more_pieces_than_the_largest_fits_the_margin(card: Card, itemsize: int) -> None:
+    """The largest step is measured; smaller ones may be cut finer."""
+    for head_dim in (16, 64, 80, 128, 256):
+        for kv_heads, group in ((1, 1), (1, 64), (1, 128), (8, 4), (32, 1)):
+            tiles = engine_tiles(head_dim, group, itemsize=itemsize, card=card)
+            most = workspace_bytes(
+                tiles, num_seqs=4096, num_tokens=2**20, num_heads=kv_heads * group,
+                kv_heads=kv_heads, head_dim=head_dim, num_sms=card.num_sms,
+            )  # fmt: skip
+            assert most <= MARGIN_BYTES / 4
 
 
 def test_on_a_gpu_the_dtype_is_bfloat16_and_the_pool_waits_for_the_measurement(

@@ -7,12 +7,19 @@ from collections.abc import Callable
 import pytest
 
 from stairs.accounting import costs
-from stairs.accounting.hardware import DEVICES
+from stairs.accounting.hardware import DEVICES, Device
 from stairs.accounting.weights import dense_weights
+from stairs.attention.tiles import CARDS
 from stairs.config import ModelConfig
 from stairs.engine.resolve import CPU_POOL_FRACTION
 from stairs.planner import memory as planned
-from stairs.planner.memory import activation_peak, peak_bytes, plan_memory, users_that_fit
+from stairs.planner.memory import (
+    activation_peak,
+    most_partial_bytes,
+    peak_bytes,
+    plan_memory,
+    users_that_fit,
+)
 
 GIB, MIB = 2**30, 2**20
 Configs = Callable[[str], ModelConfig]
@@ -96,6 +103,32 @@ def test_the_parts_of_a_cards_memory_add_up(model: Configs) -> None:
     assert memory.weights.value == 16_060_522_496
     assert memory.weights.kind == "exact"
     assert memory.workspace.kind == "estimate"
+
+
+def test_the_workspace_counts_attentions_partial_results(model: Configs) -> None:
+    """Llama 8B on 108 SMs: tall tiles of 128 rows, cut for 13 programs of each of 8 kv heads."""
+    config, card = model("llama-3.1-8b"), DEVICES["a100"]
+    most = most_partial_bytes(config, card, itemsize=2, num_tokens=576, num_seqs=64)
+    assert most == (13 + 12 - 1) * 8 * 128 * (128 + 1) * 4
+    workspace = plan_memory(
+        config, card, weights=dense_weights(config, 2), dtype="bfloat16", step_tokens=576,
+        max_num_seqs=64, utilization=0.9, most_kv=0, devices=2,
+    ).workspace  # fmt: skip
+    assert workspace.value == 2 * (planned.GPU_OVERHEAD_BYTES + most)
+    assert workspace.source.startswith("context, libraries, graphs: 4 GiB assumed")
+    assert workspace.source.endswith("attention's partial results: at most 24.19 MiB")
+    for device in DEVICES.values():  # one decode in as many pieces as fit a card at a time
+        if not device.is_cpu:
+            alone = most_partial_bytes(config, device, itemsize=2, num_tokens=1, num_seqs=1)
+            assert device.units // 8 * 16 * 8 * 129 * 4 <= alone
+
+
+@pytest.mark.parametrize(
+    "device", [row for row in DEVICES.values() if not row.is_cpu], ids=lambda row: row.name
+)
+def test_the_planners_cards_are_the_kernels(device: Device) -> None:
+    assert device.capability is not None
+    assert CARDS[device.capability].shared == device.tile_memory.value
 
 
 def test_a_cpus_pool_is_the_engines_share_of_what_is_free(

@@ -48,6 +48,7 @@ class Device:
 
     ``tile_memory``: bytes one unit (SM, core) may give to the tiles of one kernel; ``on_chip``:
     all units' together; ``on_chip_bandwidth``: between them and the arithmetic.
+    ``capability``: 90 of an sm_90, None of a CPU.
     """
 
     name: str
@@ -60,6 +61,7 @@ class Device:
     on_chip: Figure
     on_chip_bandwidth: Figure
     cache: Figure  # the last level before memory
+    capability: int | None = None
     measured_bandwidth: Figure | None = None
     measured_matmul: Mapping[str, Figure] = field(default_factory=dict)
 
@@ -151,6 +153,7 @@ def _gpu(
     title: str,
     *,
     sheet: str,
+    capability: int,
     memory_gb: float,
     bandwidth_tbs: float,
     bf16_tflops: float,
@@ -182,6 +185,7 @@ def _gpu(
             sms * 128 * clock_ghz * 1e9, "bound", f"{sms} SMs x 128 B a clock x {clock_ghz} GHz"
         ),
         cache=Figure(l2_mib * MIB, "exact", f"{sheet}: L2"),
+        capability=capability,
         measured_bandwidth=measured_bandwidth,
         measured_matmul=measured_matmul or {},
     )
@@ -197,8 +201,8 @@ DEVICES: Mapping[str, Device] = {
     for device in (
         _gpu(
             "h200", "NVIDIA H200 SXM", sheet="NVIDIA H200 data sheet and Hopper white paper",
-            memory_gb=141, bandwidth_tbs=4.8, bf16_tflops=989.4, fp32_tflops=66.9, sms=132,
-            l1_kib=256, tile_kib=227, l2_mib=50, clock_ghz=1.98,
+            capability=90, memory_gb=141, bandwidth_tbs=4.8, bf16_tflops=989.4, fp32_tflops=66.9,
+            sms=132, l1_kib=256, tile_kib=227, l2_mib=50, clock_ghz=1.98,
             memory=Figure(143771 * MIB, "measured", "what the driver of one H200 reports"),
             measured_bandwidth=Figure(4.28e12, "measured", f"copy, {_PEERS}"),
             measured_matmul={
@@ -206,44 +210,44 @@ DEVICES: Mapping[str, Device] = {
             },
         ),
         _gpu(
-            "h100", "NVIDIA H100 SXM", sheet=_HOPPER, memory_gb=80, bandwidth_tbs=3.35,
-            bf16_tflops=989.4, fp32_tflops=66.9, sms=132, l1_kib=256, tile_kib=227, l2_mib=50,
-            clock_ghz=1.98,
+            "h100", "NVIDIA H100 SXM", sheet=_HOPPER, capability=90, memory_gb=80,
+            bandwidth_tbs=3.35, bf16_tflops=989.4, fp32_tflops=66.9, sms=132, l1_kib=256,
+            tile_kib=227, l2_mib=50, clock_ghz=1.98,
         ),
         _gpu(
-            "a100", "NVIDIA A100 SXM 80 GB", sheet=_AMPERE, memory_gb=80, bandwidth_tbs=2.039,
-            bf16_tflops=312, fp32_tflops=19.5, sms=108, l1_kib=192, tile_kib=163, l2_mib=40,
-            clock_ghz=1.41,
+            "a100", "NVIDIA A100 SXM 80 GB", sheet=_AMPERE, capability=80, memory_gb=80,
+            bandwidth_tbs=2.039, bf16_tflops=312, fp32_tflops=19.5, sms=108, l1_kib=192,
+            tile_kib=163, l2_mib=40, clock_ghz=1.41,
         ),
         _gpu(
-            "a100-40gb", "NVIDIA A100 SXM 40 GB", sheet=_AMPERE, memory_gb=40,
+            "a100-40gb", "NVIDIA A100 SXM 40 GB", sheet=_AMPERE, capability=80, memory_gb=40,
             bandwidth_tbs=1.555, bf16_tflops=312, fp32_tflops=19.5, sms=108, l1_kib=192,
             tile_kib=163, l2_mib=40, clock_ghz=1.41,
         ),
         _gpu(
             "l40s", "NVIDIA L40S", sheet="NVIDIA L40S data sheet and Ada white paper",
-            memory_gb=48, bandwidth_tbs=0.864, bf16_tflops=362, fp32_tflops=91.6, sms=142,
-            l1_kib=128, tile_kib=99, l2_mib=96, clock_ghz=2.52,
+            capability=89, memory_gb=48, bandwidth_tbs=0.864, bf16_tflops=362, fp32_tflops=91.6,
+            sms=142, l1_kib=128, tile_kib=99, l2_mib=96, clock_ghz=2.52,
         ),
         _gpu(
-            "l4", "NVIDIA L4", sheet="NVIDIA L4 data sheet and Ada white paper", memory_gb=24,
-            bandwidth_tbs=0.3, bf16_tflops=121, fp32_tflops=30.3, sms=58, l1_kib=128, tile_kib=99,
-            l2_mib=48, clock_ghz=2.04,
+            "l4", "NVIDIA L4", sheet="NVIDIA L4 data sheet and Ada white paper", capability=89,
+            memory_gb=24, bandwidth_tbs=0.3, bf16_tflops=121, fp32_tflops=30.3, sms=58, l1_kib=128,
+            tile_kib=99, l2_mib=48, clock_ghz=2.04,
         ),
         _gpu(
             "a10", "NVIDIA A10", sheet="NVIDIA A10 data sheet and GA102 white paper",
-            memory_gb=24, bandwidth_tbs=0.6, bf16_tflops=125, fp32_tflops=31.2, sms=72,
-            l1_kib=128, tile_kib=99, l2_mib=6, clock_ghz=1.695,
+            capability=86, memory_gb=24, bandwidth_tbs=0.6, bf16_tflops=125, fp32_tflops=31.2,
+            sms=72, l1_kib=128, tile_kib=99, l2_mib=6, clock_ghz=1.695,
         ),
         _gpu(
-            "4090", "NVIDIA GeForce RTX 4090", sheet=_ADA, memory_gb=24, bandwidth_tbs=1.008,
-            bf16_tflops=165.2, fp32_tflops=82.6, sms=128, l1_kib=128, tile_kib=99, l2_mib=72,
-            clock_ghz=2.52,
+            "4090", "NVIDIA GeForce RTX 4090", sheet=_ADA, capability=89, memory_gb=24,
+            bandwidth_tbs=1.008, bf16_tflops=165.2, fp32_tflops=82.6, sms=128, l1_kib=128,
+            tile_kib=99, l2_mib=72, clock_ghz=2.52,
         ),
         _gpu(
-            "3090", "NVIDIA GeForce RTX 3090", sheet=_GA102, memory_gb=24, bandwidth_tbs=0.936,
-            bf16_tflops=71, fp32_tflops=35.6, sms=82, l1_kib=128, tile_kib=99, l2_mib=6,
-            clock_ghz=1.695,
+            "3090", "NVIDIA GeForce RTX 3090", sheet=_GA102, capability=86, memory_gb=24,
+            bandwidth_tbs=0.936, bf16_tflops=71, fp32_tflops=35.6, sms=82, l1_kib=128, tile_kib=99,
+            l2_mib=6, clock_ghz=1.695,
         ),
         Device(
             name="cpu",

@@ -23,7 +23,8 @@ from stairs.models.registry import Model
 
 __all__ = ["Capacity", "make_pool", "measure_capacity", "use_growing_segments"]
 
-# Left free beside the pool: the allocator's rounding, and kernels loaded after the measurement.
+# Left free beside the pool: the allocator's rounding, kernels loaded after the measurement, and
+# attention's partial results where a step is cut in more pieces than the largest one.
 MARGIN_BYTES = 256 * 2**20
 
 

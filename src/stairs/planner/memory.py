@@ -7,8 +7,10 @@ from dataclasses import dataclass, replace
 
 from stairs.accounting import costs
 from stairs.accounting.hardware import Device, has_wide_vectors
-from stairs.accounting.table import Quantity
+from stairs.accounting.table import Quantity, show
 from stairs.accounting.weights import HeldWeights, dense_weights
+from stairs.attention.tiles import Card
+from stairs.attention.workspace import engine_tiles, workspace_bytes
 from stairs.checkpoints.configs import FAMILIES
 from stairs.checkpoints.residence import held_weights, plain_types
 from stairs.config import DTYPE_BYTES, EngineConfig, ModelConfig
@@ -23,13 +25,14 @@ from stairs.engine.resolve import (
 __all__ = [
     "Memory",
     "activation_peak",
+    "most_partial_bytes",
     "peak_bytes",
     "plan_memory",
     "plan_weights",
     "users_that_fit",
 ]
 
-# CUDA context, libraries, workspaces and captured graphs; an engine measures its own at start.
+# CUDA context, libraries, their workspaces, captured graphs; an engine measures its own at start.
 GPU_OVERHEAD_BYTES = 2 * 2**30
 
 
@@ -92,6 +95,25 @@ def peak_bytes(parts: dict[str, int]) -> int:
     return parts["residual"] + max(parts["attention"], parts["mlp"], parts["logits"])
 
 
+def most_partial_bytes(
+    config: ModelConfig, device: Device, *, itemsize: int, num_tokens: int, num_seqs: int
+) -> int:
+    """What attention's partial results take at most in a step on a card, with the kernels that
+    an engine has for it."""
+    assert device.capability is not None
+    card = Card(device.capability, int(device.tile_memory.value), device.units)
+    group = config.num_heads // config.num_kv_heads
+    return workspace_bytes(
+        engine_tiles(config.head_dim, group, itemsize=itemsize, card=card),
+        num_seqs=num_seqs,
+        num_tokens=num_tokens,
+        num_heads=config.num_heads,
+        kv_heads=config.num_kv_heads,
+        head_dim=config.head_dim,
+        num_sms=device.units,
+    )
+
+
 def plan_memory(
     config: ModelConfig,
     device: Device,
@@ -135,9 +157,13 @@ def plan_memory(
         f"gpu_memory_utilization {utilization:g}",
     )  # fmt: skip
     activations = replace(activations, value=int(activations.value or 0) * devices)
+    partials = devices * most_partial_bytes(
+        config, device, itemsize=itemsize, num_tokens=step_tokens, num_seqs=max_num_seqs
+    )
     workspace = Quantity(
-        GPU_OVERHEAD_BYTES * devices, "B", "stored bytes", "estimate",
-        "context, libraries, graphs: assumed, measured at an engine's start",
+        GPU_OVERHEAD_BYTES * devices + partials, "B", "stored bytes", "estimate",
+        f"context, libraries, graphs: {show(GPU_OVERHEAD_BYTES * devices, 'B')} assumed, measured "
+        f"at an engine's start; attention's partial results: at most {show(partials, 'B')}",
     )  # fmt: skip
     pool = Quantity(
         _left(int(usable.value or 0), held, activations, workspace),
