@@ -107,7 +107,8 @@ def test_the_planner_knows_every_tile_that_an_engine_takes(
         implementation=implementation,
     )  # fmt: skip
     known = engine_tiles(head_dim, num_heads // kv_heads, itemsize=2, card=card)
-    assert set(cutter.tiles) <= set(known)
+    cut = [tile for tile in cutter.tiles if isinstance(tile, TritonTile | HopperTile)]
+    assert len(cut) > 1 and set(cut) <= set(known)  # others take keys whole
 
 
 def test_nothing_is_cut_where_a_head_has_one_program_or_no_kernel_runs() -> None:
