@@ -17,7 +17,7 @@ from stairs.attention.attend import attend_written, cut
 from stairs.attention.devices import card_of
 from stairs.attention.flash import flash_attention, flash_attention_varlen
 from stairs.attention.hopper import ForwardTile, forward_tiles
-from stairs.attention.hopper_forward import hopper_chunks, hopper_forward
+from stairs.attention.hopper_forward import hopper_forward
 from stairs.attention.meta import AttnMeta, LayerKV
 
 HEAD_DIMS = (64, 128, 256)
@@ -236,18 +236,11 @@ def chunk_sides(
         counts=torch.zeros((1, 3), device="cuda", dtype=torch.int64),
         counting=False,
     )
-    worked = cut(q, pool, meta)
-    tile = forward_tiles(head_dim, has_right_edge=True)[0]
-    out = torch.empty_like(q)
-
-    def ours_hopper() -> None:
-        hopper_chunks(
-            q, pool.k, pool.v, cu_q=ends, kv_len=meta.kv_len, table=meta.block_table,
-            scale=head_dim**-0.5, tile=tile, out=out, num_sms=card_of(q.device).num_sms,
-        )  # fmt: skip
-
+    plain = cut(q, pool, meta)
+    hopper = cut(q, pool, meta, implementation="hopper")
     sides: dict[str, Side] = {
-        "stairs": lambda: attend_written(q, pool, worked), "ours_hopper": ours_hopper,
+        "stairs": lambda: attend_written(q, pool, plain),
+        "ours_hopper": lambda: attend_written(q, pool, hopper),
     }  # fmt: skip
     if fa3 is not None:
         rows = [x.transpose(1, 2).contiguous() for x in (pool.k, pool.v)]

@@ -17,12 +17,19 @@ from triton.backends.compiler import GPUTarget
 from triton.experimental.gluon._runtime import GluonASTSource
 
 from stairs.attention.hopper import TILES, ForwardTile
-from stairs.attention.hopper_forward import BOXES, PAGES, constants, forward_kernel
+from stairs.attention.hopper_forward import (
+    BOXES,
+    PAGES,
+    box_keys,
+    constants,
+    forward_kernel,
+)
 from stairs.attention.hopper_order import order_kernel
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 BOX_ROWS = {"q": 64, "o": 64}  # of the others: the tile's keys
-POINTERS = {"lse": "fp32", "tiles": "i32", "table": "i32", "cu_q": "i32", "cu_kv": "i32"}
+POINTERS = {"lse": "fp32", "tiles": "i32", "table": "i32", "counts": "i64", "cu_q": "i32",
+            "cu_kv": "i32"}  # fmt: skip
 SHARED_LIMIT = 227 * 1024
 IS_36 = triton.__version__.startswith("3.6.")
 
@@ -59,6 +66,7 @@ class ForwardBuild:
     lse: bool = True
     dtype: str = "bf16"
     page: int = 0
+    counting: bool = False
 
     @property
     def name(self) -> str:
@@ -72,13 +80,15 @@ class ForwardBuild:
             name for name in ("right", "left", "ragged", "cut", "capped", "lse")
             if getattr(self, name)
         ]  # fmt: skip
-        return " ".join(told) + (f" page{self.page}" if self.page else "")
+        if self.page:
+            told.append(f"page{self.page}" + (" counting" if self.counting else ""))
+        return " ".join(told)
 
     def compile(self) -> Any:
         fixed = constants(
             self.tile, head_dim=self.head_dim, dtype=DTYPES[self.dtype], is_ragged=self.ragged,
             has_right=self.right, has_left=self.left, is_cut=self.cut, is_capped=self.capped,
-            returns_lse=self.lse, page=self.page,
+            returns_lse=self.lse, page=self.page, counting=self.counting,
         )  # fmt: skip
         types = {"out": "*" + self.dtype, "scale": "fp32", "inner": "fp32"}
         types |= {name: "*" + kind for name, kind in POINTERS.items()}
@@ -86,7 +96,7 @@ class ForwardBuild:
             box = [1, 1, BOX_ROWS.get(name, self.tile.keys), fixed["BD"]]
             layout = BOXES
             if self.page and name in ("k", "v"):
-                box, layout = [min(self.page, self.tile.keys), fixed["BD"]], PAGES
+                box, layout = [box_keys(self.page, self.tile.keys), fixed["BD"]], PAGES
             types[name] = f"tensordesc<{self.dtype}{box},{layout!r}>"
         return compiled(forward_kernel, fixed, types)
 
@@ -122,8 +132,11 @@ def chosen() -> Iterator[Build]:
                     yield ForwardBuild(tile, head_dim, right, left, ragged, capped=capped)
         yield ForwardBuild(tile, head_dim, right, ragged=True, dtype="fp16")
         yield ForwardBuild(tile, head_dim, right, lse=False, dtype="fp16")
-        for page in (16, 64, 256) if right else ():
-            yield ForwardBuild(tile, head_dim, right, ragged=True, lse=False, page=page)
+        for page in (16, 64, 48, 256) if right else ():
+            for counting in (False, True):
+                yield ForwardBuild(
+                    tile, head_dim, right, ragged=True, lse=False, page=page, counting=counting
+                )
 
 
 def swept() -> Iterator[Build]:

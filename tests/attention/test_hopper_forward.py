@@ -7,21 +7,25 @@ import itertools
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
 pytest.importorskip("triton")
 
-import stairs.attention.hopper_forward  # noqa: F401  (the real ones first, then the simulated)
 from attention.dense import attention_float64
 from attention.gluon_simulator import load
-from attention.ragged import make_ragged
+from attention.ragged import Ragged, make_ragged
+from stairs.attention import hopper_forward  # the real ones first, then the simulated
 from stairs.attention.attend import write_kv
 from stairs.attention.choose import Tile
 from stairs.attention.flash import choose_contiguous, flash_attention
 from stairs.attention.hopper import TILES, ForwardTile, forward_tile, hopper_lacks
 from stairs.attention.hopper_check import what_is_wrong
+from stairs.attention.hopper_decode import box_layout
+from stairs.attention.meta import AttnMeta
+from stairs.attention.work import cut_chunks, upload
 from stairs.errors import ConfigError
 
 SMALL = ForwardTile(64, 2, 2, 240)  # more tiles of keys in a short row
@@ -237,35 +241,121 @@ def test_the_self_test_knows_right_from_wrong() -> None:
 CHUNKS = [(128, 300), (0, 7), (1, 1), (30, 30), (128, 128), (3, 147), (100, 500)]
 
 
+def chunks(
+    batch: Ragged,
+    tile: ForwardTile,
+    *,
+    seed: int = 0,
+    num_sms: int = 3,
+    room: int = 0,
+    counting: bool = True,
+    chosen: list[int] | None = None,
+) -> Tensor:
+    """The batch, or the sequences ``chosen`` of it, all in tiles of queries; the list has ``room``
+    for more."""  # fmt: skip
+    write_kv(batch.k, batch.v, batch.layer_kv, batch.meta)
+    chosen = list(range(len(batch.keys))) if chosen is None else chosen
+    num_q, num_kv = (
+        x.numpy().astype(np.int64)[chosen] for x in (batch.meta.cu_q.diff(), batch.meta.kv_len)
+    )
+    cut = cut_chunks(num_q, num_kv, tile=tile, num_programs=num_sms)
+    junk = np.full((room, 8), 2**30, dtype=np.int32)
+    cut = replace(cut, entries=np.concatenate((cut.entries, junk)))
+    (work,) = upload([cut], torch.device("cpu"))
+    meta = replace(batch.meta, block_table=batch.meta.block_table[chosen], counting=counting)
+    q = torch.cat([batch.q[batch.rows(sequence)] for sequence in chosen])
+    out = torch.full_like(q, torch.nan)
+    simulated(seed).attend_chunks(
+        q, batch.layer_kv, meta, work, scale=q.shape[2] ** -0.5, out=out
+    )  # fmt: skip
+    return out
+
+
 @pytest.mark.parametrize("tile", [SMALL, KINDS["three"], KINDS["wide"]], ids=str)
-@pytest.mark.parametrize("block_size", [8, 16, 64, 128, 256])
+@pytest.mark.parametrize("block_size", [8, 16, 48, 64, 128, 256])
 def test_pages(block_size: int, tile: ForwardTile) -> None:
     """K1, K2, K3, K15: stale pages hold NaN, stale entries of the table lie outside the pool."""
     batch = make_ragged(CHUNKS, block_size=block_size, dtype=torch.float16, tail=2**30)
-    write_kv(batch.k, batch.v, batch.layer_kv, batch.meta)
-    out = torch.full_like(batch.q, torch.nan)
-    simulated(block_size).hopper_chunks(
-        batch.q, batch.layer_kv.k, batch.layer_kv.v, cu_q=batch.meta.cu_q,
-        kv_len=batch.meta.kv_len, table=batch.meta.block_table, scale=64**-0.5, tile=tile,
-        out=out, num_sms=3,
-    )  # fmt: skip
+    out = chunks(batch, tile, seed=block_size)
     assert (out.double() - batch.expected()).abs().max() <= 3e-3
+
+
+@pytest.mark.parametrize("tile", [SMALL, KINDS["three"], KINDS["hardware"]], ids=str)
+def test_counts_of_pages_are_what_was_visited(tile: ForwardTile) -> None:
+    batch = make_ragged(CHUNKS, num_heads=6, kv_heads=2, dtype=torch.float16)
+    uncounted = chunks(batch, tile, counting=False)
+    assert not batch.meta.counts[:, : AttnMeta.KV_BYTES_WRITTEN].any()
+    batch.meta.counts.zero_()
+    assert torch.equal(chunks(batch, tile), uncounted)
+    counts = batch.meta.counts
+    pairs = [sum(range(num_kv - num_q + 1, num_kv + 1)) for num_q, num_kv in CHUNKS]
+    assert counts[:, AttnMeta.PAIRS].tolist() == [6 * n for n in pairs]
+    row = 2 * 64 * 2 * 2
+    read = [row * num_kv if num_q else 0 for num_q, num_kv in CHUNKS]
+    assert counts[:, AttnMeta.KV_BYTES_READ].tolist() == read
+
+
+def test_room_of_a_list_and_the_number_of_programs_change_nothing() -> None:
+    """A captured graph replays with capacities; what lies past the number is never read."""
+    batch = make_ragged(CHUNKS, dtype=torch.float16)
+    expected = chunks(batch, SMALL)
+    for room, num_sms in ((9, 3), (0, 1), (40, 64)):
+        assert torch.equal(chunks(batch, SMALL, room=room, num_sms=num_sms, seed=room), expected)
+    nothing = make_ragged([(0, 9)], dtype=torch.float16)
+    assert chunks(nothing, SMALL).shape == chunks(nothing, SMALL, room=5).shape == (0, 6, 64)
+
+
+def test_a_chunk_has_the_same_bits_alone_and_among_others() -> None:
+    """K30"""
+    batch = make_ragged(CHUNKS, dtype=torch.float16)
+    together = chunks(batch, SMALL, num_sms=5)
+    for sequence in (0, 4, 6):
+        alone = chunks(batch, SMALL, chosen=[sequence])
+        assert torch.equal(alone, together[batch.rows(sequence)])
+
+
+def test_queries_of_a_fused_projection_over_pages() -> None:
+    """K24; what the copy engine cannot take, rows 8 bytes apart or one row for all, is copied."""
+    batch = make_ragged(CHUNKS, dtype=torch.float16)
+    expected = chunks(batch, SMALL)
+    plain = batch.q
+    for width, start in ((640, 128), (384 + 4, 0), (384 + 4, 4)):
+        fused = torch.full((len(plain), width), torch.nan, dtype=plain.dtype)
+        batch.q = fused[:, start : start + 384].view(-1, 6, 64)
+        batch.q.copy_(plain)
+        (work,) = upload([cut_chunks(
+            *(x.numpy().astype(np.int64) for x in (batch.meta.cu_q.diff(), batch.meta.kv_len)),
+            tile=SMALL, num_programs=3,
+        )], torch.device("cpu"))  # fmt: skip
+        out = torch.full_like(plain, torch.nan)
+        simulated(0).attend_chunks(batch.q, batch.layer_kv, batch.meta, work, scale=0.125, out=out)
+        assert torch.equal(out, expected), (width, start)
 
 
 def test_pages_of_wide_heads_and_ids_outside_the_pool() -> None:
     """K4: clamped, as the plain kernel does."""
     batch = make_ragged([(70, 200)], num_heads=4, kv_heads=1, head_dim=80, dtype=torch.float16)
-    write_kv(batch.k, batch.v, batch.layer_kv, batch.meta)
-    call = {
-        "cu_q": batch.meta.cu_q, "kv_len": batch.meta.kv_len, "scale": 80**-0.5,
-        "tile": forward_tile(80, causal=True, window=(-1, -1)), "num_sms": 2,
-    }  # fmt: skip
-    out = torch.full_like(batch.q, torch.nan)
-    pools = batch.layer_kv.k, batch.layer_kv.v
-    simulated(0).hopper_chunks(batch.q, *pools, table=batch.meta.block_table, out=out, **call)
-    assert (out.double() - batch.expected()).abs().max() <= 3e-3
-    batch.meta.block_table[0, 1] = 2**30
-    simulated(0).hopper_chunks(batch.q, *pools, table=batch.meta.block_table, out=out, **call)
+    tile = forward_tile(80, causal=True, window=(-1, -1))
+    assert (chunks(batch, tile).double() - batch.expected()).abs().max() <= 3e-3
+    batch.layer_kv.k.nan_to_num_(), batch.layer_kv.v.nan_to_num_()
+    num_blocks = len(batch.layer_kv.k)
+    for outside, inside in ((num_blocks + 5, num_blocks - 1), (2**31 - 1, num_blocks - 1), (-9, 0)):
+        slots = batch.meta.slots.clone()
+        batch.meta.block_table[0, 1] = inside
+        expected = chunks(batch, tile)
+        batch.meta.block_table[0, 1] = outside
+        assert torch.equal(chunks(batch, tile), expected) and torch.equal(batch.meta.slots, slots)
+
+
+def test_a_pool_is_described_once_and_as_decodes_do() -> None:
+    batch = make_ragged([(128, 300)], dtype=torch.float16)
+    chunks(batch, SMALL)
+    (made,) = batch.layer_kv.boxes.values()
+    chunks(batch, SMALL)
+    assert list(batch.layer_kv.boxes.values()) == [made]
+    for keys in (8, 16, 32, 64, 128):
+        for head_block in (64, 128, 256):
+            assert box_layout(keys, head_block, torch.float16) == hopper_forward.PAGES
 
 
 # -- when it is taken -----------------------------------------------------------------------------

@@ -5,14 +5,16 @@ from __future__ import annotations
 import faulthandler
 import itertools
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
 from attention.dense import attention_float64
-from attention.ragged import make_ragged
+from attention.ragged import Ragged, make_ragged
 from attention.test_on_gpu import (
     assert_right,
     composed,
@@ -21,9 +23,13 @@ from attention.test_on_gpu import (
     on_gpu,
     torch_own,
 )
-from stairs.attention.attend import write_kv
+from stairs.attention.attend import attend, attend_paged, cut, write_kv
+from stairs.attention.devices import cutter_for
 from stairs.attention.flash import flash_attention, flash_attention_varlen
 from stairs.attention.hopper import TILES, ForwardTile, forward_tile
+from stairs.attention.meta import AttnMeta, LayerKV
+from stairs.attention.tiles import HopperTile, TritonTile
+from stairs.attention.work import cut_chunks, upload
 
 IS_HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
 pytestmark = [
@@ -219,23 +225,163 @@ def test_a_captured_call_replays_with_other_ends() -> None:
         assert torch.equal(out, call())
 
 
-@pytest.mark.parametrize("block_size", [8, 16, 64, 128, 256])
+# -- over pages -----------------------------------------------------------------------------------
+
+CHUNKS = [(128, 300), (0, 7), (1, 1), (3, 147), (512, 512), (512, 4000), (100, 500)]
+# With 4 heads a group: sequences of up to 16 rows, of up to 64, of few queries but more rows, and
+# of many queries: all four kinds of list.
+MIXED = [(1, 300), (512, 2000), (0, 9), (4, 40), (16, 700), (17, 33), (64, 64), (65, 65),
+         (129, 5000), (1, 1)]  # fmt: skip
+
+
+def chunks(batch: Ragged, tile: ForwardTile, chosen: list[int] | None = None) -> Tensor:
+    """The sequences ``chosen``, all by default and all in ``tile``; K and V are in the pages."""
+    chosen = list(range(len(batch.keys))) if chosen is None else chosen
+    num_q, num_kv = (
+        x.cpu().numpy().astype(np.int64)[chosen]
+        for x in (batch.meta.cu_q.diff(), batch.meta.kv_len)
+    )
+    work = upload([cut_chunks(num_q, num_kv, tile=tile, num_programs=132)], GPU)
+    q = torch.cat([batch.q[batch.rows(sequence)] for sequence in chosen])
+    out = torch.full_like(q, torch.nan)
+    meta = replace(batch.meta, block_table=batch.meta.block_table[chosen], work=work)
+    attend_paged(q, batch.layer_kv, meta, scale=q.shape[2] ** -0.5, out=out)
+    return out
+
+
+@pytest.mark.parametrize("block_size", [8, 16, 48, 64, 128, 192, 256])
 @pytest.mark.parametrize("head_dim", [64, 80, 128, 256])
 def test_chunks_over_pages(head_dim: int, block_size: int) -> None:
     """K1, K2, K3, K15: stale pages hold NaN, stale entries of the table lie outside the pool."""
-    from stairs.attention.hopper_forward import hopper_chunks
-
-    lengths = [(128, 300), (0, 7), (1, 1), (3, 147), (512, 512), (512, 4000), (100, 500)]
-    batch = on_gpu(make_ragged(lengths, num_heads=8, kv_heads=2, head_dim=head_dim, tail=2**30,
+    batch = on_gpu(make_ragged(CHUNKS, num_heads=8, kv_heads=2, head_dim=head_dim, tail=2**30,
                                block_size=block_size, dtype=torch.bfloat16))  # fmt: skip
     write_kv(batch.k, batch.v, batch.layer_kv, batch.meta)
-    out = torch.full_like(batch.q, torch.nan)
-    tile = forward_tile(head_dim, causal=True, window=(-1, -1))
-    hopper_chunks(
-        batch.q, batch.layer_kv.k, batch.layer_kv.v, cu_q=batch.meta.cu_q,
-        kv_len=batch.meta.kv_len, table=batch.meta.block_table, scale=head_dim**-0.5, tile=tile,
-        out=out,
+    out = chunks(batch, forward_tile(head_dim, causal=True, window=(-1, -1)))
+    assert_right(out, expected(batch), torch_own(batch))
+
+
+@pytest.mark.parametrize(
+    ("head_dim", "tile"), [(head_dim, tile) for (head_dim, causal), tile in ALL_TILES if causal],
+    ids=str,
+)  # fmt: skip
+def test_every_tile_over_pages(head_dim: int, tile: ForwardTile) -> None:
+    for block_size in (16, 64):
+        batch = on_gpu(make_ragged(CHUNKS, num_heads=8, kv_heads=2, head_dim=head_dim, tail=-1,
+                                   block_size=block_size, dtype=torch.bfloat16))  # fmt: skip
+        write_kv(batch.k, batch.v, batch.layer_kv, batch.meta)
+        first = chunks(batch, tile)
+        assert_right(first, expected(batch), torch_own(batch))
+        assert torch.equal(chunks(batch, tile), first)
+
+
+@dtypes
+@pytest.mark.parametrize("block_size", [16, 64])
+@pytest.mark.parametrize("head_dim", [64, 80, 128, 256])
+def test_a_step_of_all_kinds(head_dim: int, block_size: int, dtype: torch.dtype) -> None:
+    """As the engine calls it: decodes, a few queries and prompt chunks, one list of each kind."""
+    batch = on_gpu(make_ragged(MIXED, num_heads=8, kv_heads=2, head_dim=head_dim, tail=2**30,
+                               block_size=block_size, dtype=dtype))  # fmt: skip
+    out = attend(batch.q, batch.k, batch.v, batch.layer_kv, batch.meta, backend="hopper")
+    assert_right(out, expected(batch), torch_own(batch))
+    kinds = [type(work.tile) for work in cut(
+        batch.q, batch.layer_kv, batch.meta, implementation="hopper"
+    ).work]  # fmt: skip
+    assert kinds == [HopperTile, HopperTile, TritonTile, ForwardTile]
+
+
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+def test_counts_of_a_step_of_all_kinds(head_dim: int) -> None:
+    batch = on_gpu(make_ragged(MIXED, num_heads=8, kv_heads=2, head_dim=head_dim,
+                               dtype=torch.bfloat16))  # fmt: skip
+    counted = attend(batch.q, batch.k, batch.v, batch.layer_kv, batch.meta, backend="hopper")
+    counts, row = batch.meta.counts.cpu(), 2 * head_dim * 2 * 2
+    pairs = [sum(range(num_kv - num_q + 1, num_kv + 1)) for num_q, num_kv in MIXED]
+    read = [row * num_kv if num_q else 0 for num_q, num_kv in MIXED]
+    assert counts[:, AttnMeta.PAIRS].tolist() == [8 * n for n in pairs]
+    assert counts[:, AttnMeta.KV_BYTES_READ].tolist() == read
+    batch.meta = replace(batch.meta, counting=False)
+    again = attend(batch.q, batch.k, batch.v, batch.layer_kv, batch.meta, backend="hopper")
+    assert torch.equal(again, counted) and torch.equal(batch.meta.counts.cpu(), counts)
+
+
+def test_a_chunk_has_the_same_bits_alone_and_among_others() -> None:
+    """K30; and every time."""
+    lengths = [(128, 128 + 37 * i) for i in range(32)] + [(512, 4000), (65, 900), (300, 300)]
+    for head_dim in (64, 128, 256):
+        batch = on_gpu(make_ragged(lengths, num_heads=8, kv_heads=2, head_dim=head_dim,
+                                   dtype=torch.bfloat16))  # fmt: skip
+        write_kv(batch.k, batch.v, batch.layer_kv, batch.meta)
+        tile = forward_tile(head_dim, causal=True, window=(-1, -1))
+        together = chunks(batch, tile)
+        assert all(torch.equal(chunks(batch, tile), together) for _ in range(50))
+        for sequence in (0, 31, 32, 33, 34):
+            alone = chunks(batch, tile, [sequence])
+            assert torch.equal(alone, together[batch.rows(sequence)])
+
+
+def test_queries_of_a_fused_projection_over_pages() -> None:
+    """K24: no copy where the copy engine takes them, one where it does not; the same bits."""
+    batch = on_gpu(make_ragged(MIXED, num_heads=8, kv_heads=2, head_dim=128,
+                               dtype=torch.bfloat16))  # fmt: skip
+    write_kv(batch.k, batch.v, batch.layer_kv, batch.meta)
+    meta = cut(batch.q, batch.layer_kv, batch.meta, implementation="hopper")
+    outs = []
+    for width, start in ((1024, 0), (1536, 256), (1028, 4)):
+        fused = torch.full((len(batch.q), width), torch.nan, device=GPU, dtype=torch.bfloat16)
+        q = fused[:, start : start + 1024].view(-1, 8, 128)
+        q.copy_(batch.q)
+        outs.append(torch.full_like(batch.q, torch.nan))
+        attend_paged(q, batch.layer_kv, meta, scale=128**-0.5, out=outs[-1])
+    assert_right(outs[0], expected(batch), torch_own(batch))
+    assert all(torch.equal(out, outs[0]) for out in outs[1:])
+
+
+def test_a_captured_step_of_chunks_replays_with_other_lengths() -> None:
+    """The list's room is the host's, its number of tiles the device's."""
+    batch = on_gpu(make_ragged([(512, 3000), (128, 2000)], num_heads=8, kv_heads=2, head_dim=128,
+                               dtype=torch.bfloat16))  # fmt: skip
+    write_kv(batch.k, batch.v, batch.layer_kv, batch.meta)
+    cutter = cutter_for(8, 2, 128, dtype=torch.bfloat16, device=GPU, implementation="hopper")
+    (work,) = cutter(np.array([512, 128]), np.array([3000, 2000]))
+    meta = replace(batch.meta, work=(work,), counting=False)
+    out = torch.empty_like(batch.q)
+    attend_paged(batch.q, batch.layer_kv, meta, scale=0.1, out=out)  # compiled before capture
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        attend_paged(batch.q, batch.layer_kv, meta, scale=0.1, out=out)
+    for num_q, num_kv in (
+        ([70, 100], [300, 1111]),
+        ([512, 0], [512, 9]),
+        ([512, 128], [3000, 2000]),
+    ):
+        (less,) = cutter(np.array(num_q), np.array(num_kv))
+        assert len(less.entries) <= len(work.entries)
+        work.entries[: len(less.entries)] = less.entries
+        out.fill_(torch.nan)
+        graph.replay()
+        again = torch.full_like(batch.q, torch.nan)
+        attend_paged(batch.q, batch.layer_kv, replace(meta, work=(less,)), scale=0.1, out=again)
+        assert torch.equal(out[: sum(num_q)], again[: sum(num_q)])
+        assert out[: sum(num_q)].isfinite().all() and out[sum(num_q) :].isnan().all()
+
+
+def test_chunks_at_the_end_of_a_pool_past_two_to_the_31() -> None:
+    """K5: elements, not rows."""
+    block, head_dim = 256, 256
+    num_blocks = 2**31 // (block * head_dim) + 2
+    batch = on_gpu(make_ragged([(130, 200)], num_heads=2, kv_heads=1, head_dim=head_dim,
+                               block_size=block, dtype=torch.bfloat16))  # fmt: skip
+    write_kv(batch.k, batch.v, batch.layer_kv, batch.meta)
+    page = int(batch.meta.block_table[0, 0])
+    torch.use_deterministic_algorithms(False)
+    far = LayerKV(
+        *(torch.empty((num_blocks, 1, block, head_dim), dtype=torch.bfloat16, device=GPU)
+          for _ in range(2))
     )  # fmt: skip
+    far.k[-1], far.v[-1] = batch.layer_kv.k[page], batch.layer_kv.v[page]
+    batch.meta.block_table[0, 0] = num_blocks - 1
+    batch.layer_kv = far
+    out = chunks(batch, forward_tile(head_dim, causal=True, window=(-1, -1)))
     assert_right(out, expected(batch), torch_own(batch))
 
 

@@ -17,7 +17,7 @@ from stairs.attention.meta import AttnMeta, LayerKV
 from stairs.attention.online import paged_online
 from stairs.attention.pages import write_kv
 from stairs.attention.reference import paged_reference
-from stairs.attention.tiles import HopperTile
+from stairs.attention.tiles import HopperTile, TritonTile
 from stairs.errors import ConfigError
 
 __all__ = ["attend", "attend_paged", "attend_written", "cut", "write_kv"]
@@ -83,12 +83,16 @@ def attend_paged(
     if q.stride(2) != 1:
         q = q.contiguous()
     for work in meta.work:
-        if isinstance(work.tile, HopperTile):
+        if isinstance(work.tile, TritonTile):
+            attend_cut(q, layer_kv, meta, work, scale=scale, out=out)
+        elif isinstance(work.tile, HopperTile):
             from stairs.attention.hopper_decode import attend_short
 
             attend_short(q, layer_kv, meta, work, scale=scale, out=out)
         else:
-            attend_cut(q, layer_kv, meta, work, scale=scale, out=out)
+            from stairs.attention.hopper_forward import attend_chunks
+
+            attend_chunks(q, layer_kv, meta, work, scale=scale, out=out)
 
 
 def attend_written(

@@ -9,6 +9,7 @@ from dataclasses import replace
 import torch
 
 from stairs.attention.choose import Choice, choose
+from stairs.attention.hopper import ForwardTile, forward_tile
 from stairs.attention.hopper_decode_check import decode_self_test
 from stairs.attention.meta import LayerKV
 from stairs.attention.tiles import CARDS, MAX_HEAD_DIM, Card, hopper_tiles, paged_tiles
@@ -21,6 +22,7 @@ __all__ = [
     "cuda_problem",
     "cutter_for",
     "hopper_decode_lacks",
+    "hopper_measured",
     "triton_supports",
 ]
 
@@ -73,8 +75,18 @@ def cutter_for(
     card, group = card_of(device), num_heads // kv_heads
     tiles: Tiles = paged_tiles(head_dim, group, itemsize=dtype.itemsize, card=card)
     if implementation == "hopper":
-        tiles = (*hopper_tiles(head_dim, group), tiles[-1])
+        tiles = (*hopper_tiles(head_dim, group), tiles[-1], _chunk_tile(head_dim))
     return Cutter(group=group, kv_heads=kv_heads, tiles=tiles, num_sms=card.num_sms, device=device)
+
+
+def _chunk_tile(head_dim: int) -> ForwardTile:
+    return forward_tile(head_dim, causal=True, window=(-1, -1))
+
+
+def hopper_measured(head_dim: int, group: int) -> str | None:
+    """Where Hopper's kernels were the quicker ones for decodes; None unless chunks have a figure
+    too: one step runs both."""
+    return hopper_tiles(head_dim, group)[0].measured if _chunk_tile(head_dim).measured else None
 
 
 def choose_paged(
@@ -95,7 +107,7 @@ def choose_paged(
             device=device.type,
         )
     _, kv_heads, _, head_dim = layer_kv.k.shape
-    measured = hopper_tiles(head_dim, num_heads // kv_heads)[0].measured
+    measured = hopper_measured(head_dim, num_heads // kv_heads)
     hopper_lacks = hopper_decode_lacks(
         layer_kv,
         dtype=dtype,
@@ -116,7 +128,8 @@ def choose_paged(
 def hopper_decode_lacks(
     layer_kv: LayerKV, *, dtype: torch.dtype, num_heads: int, capability: tuple[int, int]
 ) -> str | None:
-    """What keeps queries of ``num_heads`` heads from attention/hopper_decode.py; None if nothing.
+    """What keeps queries of ``num_heads`` heads from attention/hopper_decode.py, and with it from
+    the forward over pages, which takes pages of any multiple of 8; None if nothing.
 
     There a page is a box of rows of the pool seen as (N * G * B, D).
     """

@@ -12,6 +12,9 @@ tile sizes: ``hopper``; in which order ragged rows: ``hopper_order``.
 
 from __future__ import annotations
 
+import math
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -38,8 +41,17 @@ from stairs.attention.gluon_api import (
 from stairs.attention.hopper import ForwardTile, padded
 from stairs.attention.hopper_order import RECORD, order_tiles, stretches
 from stairs.attention.hopper_softmax import quads_layout, weights
+from stairs.attention.meta import AttnMeta, LayerKV, WorkList
 
-__all__ = ["BOXES", "PAGES", "constants", "forward_kernel", "hopper_chunks", "hopper_forward"]
+__all__ = [
+    "BOXES",
+    "PAGES",
+    "attend_chunks",
+    "box_keys",
+    "constants",
+    "forward_kernel",
+    "hopper_forward",
+]
 
 LOG2_E = 1.4426950408889634
 FAR = 2**30  # a window's side that is open
@@ -61,6 +73,12 @@ def turn(consumer, consumers):
 @gluon.constexpr_function
 def all_threads(consumers):
     return str(128 * (consumers + 1))
+
+
+@gluon.constexpr_function
+def box_keys(page, keys):
+    """Of a box that lies in one page and in one tile of keys."""
+    return math.gcd(page, keys)
 
 
 @gluon.jit
@@ -139,7 +157,7 @@ def load_keys(
     mbarrier.expect(full, BN * BD * 2)
     if PAGE:
         table, table_stride, num_blocks, kv_heads = pool
-        PART: gl.constexpr = PAGE if PAGE < BN else BN
+        PART: gl.constexpr = box_keys(PAGE, BN)
         places = table + sequence.to(gl.int64) * table_stride
         for part in gl.static_range(BN // PART):
             key = j * BN + part * PART
@@ -270,13 +288,26 @@ def store_rows(result, out, row0, first_q, rows, head, heads, head_dim, BD: gl.c
 
 
 @gluon.jit
+def count(counts, row0, rows, keys, end, sequence, is_last, head_dim, BN: gl.constexpr):
+    """The pairs of 64 rows and the keys in tiles 0 .. end; and the bytes of K and V, which the
+    last tile of rows (``is_last``) reads all of, for all query heads of a kv head."""
+    ONE: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
+    visited = gl.minimum(end * BN, keys)
+    row = row0 + gl.arange(0, 64, ONE)
+    seen = gl.maximum(gl.minimum(keys - rows + row + 1, visited), 0)
+    at = counts + sequence.to(gl.int64) * 3
+    gl.atomic_add(at, gl.sum(gl.where(row < rows, seen, 0), 0).to(gl.int64))
+    gl.atomic_add(at + 1, gl.where(is_last, visited.to(gl.int64) * (4 * head_dim), 0))
+
+
+@gluon.jit
 def consumer(
-    o, out, lse, memory, barriers, problem, scale, inner, head_dim, total_q, c: gl.constexpr,
-    BN: gl.constexpr, BD: gl.constexpr, STAGES: gl.constexpr, CONSUMERS: gl.constexpr,
-    TURNS: gl.constexpr, K_FREE: gl.constexpr, V_FREE: gl.constexpr, SPARE: gl.constexpr,
-    LAZY: gl.constexpr, RAGGED: gl.constexpr, ORDER: gl.constexpr, RIGHT: gl.constexpr,
-    LEFT: gl.constexpr, CUT: gl.constexpr, CAPPED: gl.constexpr, LSE: gl.constexpr,
-    BFLOAT: gl.constexpr,
+    o, out, lse, counts, memory, barriers, problem, scale, inner, head_dim, total_q,
+    c: gl.constexpr, BN: gl.constexpr, BD: gl.constexpr, STAGES: gl.constexpr,
+    CONSUMERS: gl.constexpr, TURNS: gl.constexpr, K_FREE: gl.constexpr, V_FREE: gl.constexpr,
+    SPARE: gl.constexpr, LAZY: gl.constexpr, RAGGED: gl.constexpr, ORDER: gl.constexpr,
+    RIGHT: gl.constexpr, LEFT: gl.constexpr, CUT: gl.constexpr, CAPPED: gl.constexpr,
+    LSE: gl.constexpr, BFLOAT: gl.constexpr, COUNTING: gl.constexpr,
 ):  # fmt: skip
     q_tiles, k_tiles, v_tiles, o_tiles = memory
     q_full, q_empty, k_full, k_empty, v_full, v_empty, clean = barriers
@@ -304,6 +335,9 @@ def consumer(
             r, tiles, num_q, num_kv, heads, row_tiles, num_tiles, programs, BM, RAGGED, ORDER
         )
         first, clear, full, end = stretches(row0, rows, keys, left, right, BM, BN, RIGHT, LEFT)
+        if COUNTING:
+            is_last = (row0 + BM >= rows) & (head % group == 0) & (c == 0)
+            count(counts, row0 + c * 64, rows, keys, end, sequence, is_last, head_dim, BN)
         place = row0 + c * 64 + keys - rows
         # Clamped, so that no sum of a thread's row and the call's sizes lives all along.
         edges = (gl.maximum(place - left, -64), gl.minimum(place + right, keys), keys)
@@ -398,13 +432,13 @@ def consumer(
 
 @gluon.jit(do_not_specialize=SIZES)
 def forward_kernel(
-    q, k, v, o, out, lse, tiles, table, scale, inner, num_q, num_kv, left, right, heads, group,
-    row_tiles, num_tiles, programs, head_dim, total_q, table_stride, num_blocks,
+    q, k, v, o, out, lse, tiles, table, counts, scale, inner, num_q, num_kv, left, right, heads,
+    group, row_tiles, num_tiles, programs, head_dim, total_q, table_stride, num_blocks,
     BN: gl.constexpr, BD: gl.constexpr, PAGE: gl.constexpr, STAGES: gl.constexpr,
     CONSUMERS: gl.constexpr, REGISTERS: gl.constexpr, TURNS: gl.constexpr, K_FREE: gl.constexpr,
     V_FREE: gl.constexpr, SPARE: gl.constexpr, LAZY: gl.constexpr, RAGGED: gl.constexpr,
     ORDER: gl.constexpr, RIGHT: gl.constexpr, LEFT: gl.constexpr, CUT: gl.constexpr,
-    CAPPED: gl.constexpr, LSE: gl.constexpr, BFLOAT: gl.constexpr,
+    CAPPED: gl.constexpr, LSE: gl.constexpr, BFLOAT: gl.constexpr, COUNTING: gl.constexpr,
 ):  # fmt: skip
     """O (B, rows, H, D) as boxes of ``o`` and rows of ``out``, LSE (B, H, rows), natural log.
 
@@ -458,12 +492,14 @@ def forward_kernel(
             [
                 (producer, (q, k, v, memory, barriers, problem, pool, BN, BD, STAGES, PAGE,
                             CONSUMERS, K_FREE, V_FREE, RAGGED, ORDER, RIGHT, LEFT)),
-                (consumer, (o, out, lse, memory, barriers, problem, scale, inner, head_dim,
-                            total_q, C0, BN, BD, STAGES, CONSUMERS, TURNS, K_FREE, V_FREE, SPARE,
-                            LAZY, RAGGED, ORDER, RIGHT, LEFT, CUT, CAPPED, LSE, BFLOAT)),
-                (consumer, (o, out, lse, memory, barriers, problem, scale, inner, head_dim,
-                            total_q, C1, BN, BD, STAGES, CONSUMERS, TURNS, K_FREE, V_FREE, SPARE,
-                            LAZY, RAGGED, ORDER, RIGHT, LEFT, CUT, CAPPED, LSE, BFLOAT)),
+                (consumer, (o, out, lse, counts, memory, barriers, problem, scale, inner,
+                            head_dim, total_q, C0, BN, BD, STAGES, CONSUMERS, TURNS, K_FREE,
+                            V_FREE, SPARE, LAZY, RAGGED, ORDER, RIGHT, LEFT, CUT, CAPPED, LSE,
+                            BFLOAT, COUNTING)),
+                (consumer, (o, out, lse, counts, memory, barriers, problem, scale, inner,
+                            head_dim, total_q, C1, BN, BD, STAGES, CONSUMERS, TURNS, K_FREE,
+                            V_FREE, SPARE, LAZY, RAGGED, ORDER, RIGHT, LEFT, CUT, CAPPED, LSE,
+                            BFLOAT, COUNTING)),
             ],
             [4, 4],
             [REGISTERS, REGISTERS],
@@ -473,15 +509,18 @@ def forward_kernel(
             [
                 (producer, (q, k, v, memory, barriers, problem, pool, BN, BD, STAGES, PAGE,
                             CONSUMERS, K_FREE, V_FREE, RAGGED, ORDER, RIGHT, LEFT)),
-                (consumer, (o, out, lse, memory, barriers, problem, scale, inner, head_dim,
-                            total_q, C0, BN, BD, STAGES, CONSUMERS, TURNS, K_FREE, V_FREE, SPARE,
-                            LAZY, RAGGED, ORDER, RIGHT, LEFT, CUT, CAPPED, LSE, BFLOAT)),
-                (consumer, (o, out, lse, memory, barriers, problem, scale, inner, head_dim,
-                            total_q, C1, BN, BD, STAGES, CONSUMERS, TURNS, K_FREE, V_FREE, SPARE,
-                            LAZY, RAGGED, ORDER, RIGHT, LEFT, CUT, CAPPED, LSE, BFLOAT)),
-                (consumer, (o, out, lse, memory, barriers, problem, scale, inner, head_dim,
-                            total_q, C2, BN, BD, STAGES, CONSUMERS, TURNS, K_FREE, V_FREE, SPARE,
-                            LAZY, RAGGED, ORDER, RIGHT, LEFT, CUT, CAPPED, LSE, BFLOAT)),
+                (consumer, (o, out, lse, counts, memory, barriers, problem, scale, inner,
+                            head_dim, total_q, C0, BN, BD, STAGES, CONSUMERS, TURNS, K_FREE,
+                            V_FREE, SPARE, LAZY, RAGGED, ORDER, RIGHT, LEFT, CUT, CAPPED, LSE,
+                            BFLOAT, COUNTING)),
+                (consumer, (o, out, lse, counts, memory, barriers, problem, scale, inner,
+                            head_dim, total_q, C1, BN, BD, STAGES, CONSUMERS, TURNS, K_FREE,
+                            V_FREE, SPARE, LAZY, RAGGED, ORDER, RIGHT, LEFT, CUT, CAPPED, LSE,
+                            BFLOAT, COUNTING)),
+                (consumer, (o, out, lse, counts, memory, barriers, problem, scale, inner,
+                            head_dim, total_q, C2, BN, BD, STAGES, CONSUMERS, TURNS, K_FREE,
+                            V_FREE, SPARE, LAZY, RAGGED, ORDER, RIGHT, LEFT, CUT, CAPPED, LSE,
+                            BFLOAT, COUNTING)),
             ],
             [4, 4, 4],
             [REGISTERS, REGISTERS, REGISTERS],
@@ -491,8 +530,10 @@ def forward_kernel(
 def constants(
     tile: ForwardTile, *, head_dim: int, dtype: torch.dtype, is_ragged: bool, has_right: bool,
     has_left: bool, is_cut: bool, is_capped: bool, returns_lse: bool, page: int = 0,
+    counting: bool = False,
 ) -> dict[str, int | str]:  # fmt: skip
-    """What a launch compiles in. ``is_cut``: the last tile of keys may hold hidden ones."""
+    """What a launch compiles in. ``is_cut``: the last tile of keys may hold hidden ones;
+    ``counting``: of causal rows over pages."""
     k_free, v_free = tile.free_barriers
     order = "pairs" if has_right else "alike"
     if is_ragged or (has_right and tile.rounds):
@@ -517,6 +558,7 @@ def constants(
         "CAPPED": is_capped,
         "LSE": returns_lse,
         "BFLOAT": dtype == torch.bfloat16,
+        "COUNTING": counting,
     }
 
 
@@ -559,49 +601,56 @@ def hopper_forward(
     programs = min(num_sms, num_tiles)
     forward_kernel[(programs,)](
         _boxes(q, 64), _boxes(k, tile.keys), _boxes(v, tile.keys), _boxes(out, 64), out, lse,
-        tiles, tiles, (softcap or scale) * LOG2_E, scale / softcap if softcap else 0.0, num_q,
-        num_kv,
-        left, right, heads, heads // kv_heads, row_tiles, num_tiles, programs, head_dim,
-        num_q, 0, 0,
-        **fixed, num_warps=4, enable_fp_fusion=True,
+        tiles, tiles, tiles, (softcap or scale) * LOG2_E, scale / softcap if softcap else 0.0,
+        num_q, num_kv, left, right, heads, heads // kv_heads, row_tiles, num_tiles, programs,
+        head_dim, num_q, 0, 0, **fixed, num_warps=4, enable_fp_fusion=True,
     )  # fmt: skip
     return out, lse
 
 
-def hopper_chunks(
-    q: Tensor, k_pool: Tensor, v_pool: Tensor, *, cu_q: Tensor, kv_len: Tensor, table: Tensor,
-    scale: float, tile: ForwardTile, out: Tensor, num_sms: int = 132,
-) -> None:  # fmt: skip
-    """Causal rows q (T, H, D) over pages (N, G, B, D) of which ``table`` (S, P) names each
-    sequence's in order, ``kv_len`` (S,) keys of each, into out (T, H, D).
+def attend_chunks(
+    q: Tensor, layer_kv: LayerKV, meta: AttnMeta, work: WorkList, *, scale: float, out: Tensor
+) -> None:
+    """What ``work`` holds of q (T, H, D), D side by side, into ``out`` (T, H, D) contiguous.
 
-    Pages of at least 8 that divide the tile's keys, or that they divide. Entries of the table past
-    the last key are not read, ids are clamped into the pool, what a page held before stays there.
+    hopper_decode_lacks() has said that nothing is against it; q whose steps the copy engine cannot
+    take is copied. As many programs as SMs, or fewer where ``work`` has no room for as many tiles.
     """
+    tile = work.tile
+    assert isinstance(tile, ForwardTile)
     total_q, heads, head_dim = q.shape
-    num_blocks, kv_heads, page = k_pool.shape[:3]
-    if not total_q:
+    num_blocks, kv_heads, page = layer_kv.k.shape[:3]
+    programs = min(work.num_programs, (len(work.entries) - 1) * heads)
+    if not programs or not total_q:
         return
-    cu_kv = torch.nn.functional.pad(kv_len.cumsum(0, dtype=torch.int32), (1, 0))
-    tiles = order_tiles(
-        cu_q, cu_kv, total_q=total_q, rows=tile.rows, keys=tile.keys, left=FAR, right=0,
-        has_right=True, has_left=False,
-    )  # fmt: skip
-    programs = min(num_sms, (total_q // tile.rows + len(kv_len)) * heads)
+    steps = [stride * q.element_size() for stride in q.stride()[:2]]
+    if q.data_ptr() % 16 or any(step % 16 or not step for step in steps):
+        q = q.contiguous()
     fixed = constants(
         tile, head_dim=head_dim, dtype=q.dtype, is_ragged=True, has_right=True, has_left=False,
-        is_cut=True, is_capped=False, returns_lse=False, page=page,
+        is_cut=True, is_capped=False, returns_lse=False, page=page, counting=meta.counting,
     )  # fmt: skip
-    shape, box = [num_blocks * kv_heads * page, head_dim], [min(page, tile.keys), padded(head_dim)]
-    k_boxes, v_boxes = (
-        TensorDescriptor(pool, shape, [head_dim, 1], box, PAGES) for pool in (k_pool, v_pool)
-    )
+    k_boxes, v_boxes = _pages(layer_kv, box_keys(page, tile.keys))
     forward_kernel[(programs,)](
-        _boxes(q[None], 64), k_boxes, v_boxes, _boxes(out[None], 64), out, out, tiles, table,
-        scale * LOG2_E, 0.0, total_q, 0, FAR, 0, heads, heads // kv_heads, 0, 0,
-        programs, head_dim, total_q, table.stride(0), num_blocks,
-        **fixed, num_warps=4, enable_fp_fusion=True,
+        _boxes(q[None], 64), k_boxes, v_boxes, _boxes(out[None], 64), out, out, work.entries,
+        meta.block_table, meta.counts, scale * LOG2_E, 0.0, total_q, 0, FAR, 0, heads,
+        heads // kv_heads, 0, 0, programs, head_dim, total_q, meta.block_table.stride(0),
+        num_blocks, **fixed, num_warps=4, enable_fp_fusion=True,
     )  # fmt: skip
+
+
+def _pages(layer_kv: LayerKV, keys: int) -> tuple[Any, Any]:
+    """K and V seen as (N * G * B, D), in boxes of ``keys`` rows; outside is 0. Made once a layer,
+    for whichever kernel asks first: pools never move."""
+    rows, head_dim = layer_kv.k.numel() // layer_kv.k.shape[3], layer_kv.k.shape[3]
+    box = keys, padded(head_dim)
+    if box not in layer_kv.boxes:
+        k_boxes, v_boxes = (
+            TensorDescriptor(pool, [rows, head_dim], [head_dim, 1], list(box), PAGES)
+            for pool in (layer_kv.k, layer_kv.v)
+        )
+        layer_kv.boxes[box] = k_boxes, v_boxes
+    return layer_kv.boxes[box]
 
 
 def _boxes(x: Tensor, rows: int) -> TensorDescriptor:

@@ -3,7 +3,8 @@
 A row is a (query, query head of one kv head) pair: query i and head g of the group is row
 i * group + g. An *entry* is one tile of rows over one range of keys, run once for each kv head.
 Where a tile's keys are cut in several entries each writes a partial (O, LSE), and a *merge*
-joins them. Sequences with few rows take tiles of 16 to 64 rows, the others tall ones.
+joins them. Sequences with few rows take tiles of 16 to 64 rows, the others tall ones; where the
+kernel has tiles of one query head's queries, those with many queries take these, never cut.
 
 Every array can be padded to a fixed capacity (a captured graph replays with other contents):
 programs past the numbers in ``Cut.numbers`` do nothing.
@@ -18,16 +19,20 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from stairs.attention.meta import WorkList
+from stairs.attention.hopper import ForwardTile
+from stairs.attention.meta import KernelTile, WorkList
 from stairs.attention.tiles import HopperTile, TritonTile
 from stairs.attention.workspace import num_places
 
 __all__ = [
     "ENTRY_FIELDS",
+    "FEWEST_QUERIES",
     "MERGE_FIELDS",
+    "TILE_FIELDS",
     "Cut",
     "Cutter",
     "Tiles",
+    "cut_chunks",
     "cut_programs",
     "cut_rows",
     "cut_step",
@@ -35,8 +40,12 @@ __all__ = [
 ]
 
 Ints = NDArray[np.int32]
-Tiles = tuple[TritonTile | HopperTile, ...]  # by rows; the last takes what fits in none before
+# By rows: each takes what fits in none before. A ForwardTile is the last, and takes its own.
+Tiles = tuple[KernelTile, ...]
 
+# Of a sequence in a ForwardTile: a tile of 128 queries of one head costs the same however few they
+# are, and one of 128 rows of all heads of a group holds more of few. To be measured.
+FEWEST_QUERIES = 65
 MOST_PARTS = 128  # of a sequence, for persistent programs: a merge reads 64 at a time
 MIN_SPLIT = 128  # keys: below this a merge costs more than the split saves
 
@@ -44,20 +53,23 @@ MIN_SPLIT = 128  # keys: below this a merge costs more than the split saves
 # ``num_kv``; partial: where it goes, -1 for straight to the output; seat: row of the block table.
 ENTRY_FIELDS = ("token", "num_q", "num_kv", "row", "first_key", "last_key", "partial", "seat")
 MERGE_FIELDS = ("token", "num_q", "row", "partial", "num_partials", "unused", "unused", "unused")
+# Of a tile of queries, run once for each query head; query: its first in the sequence.
+TILE_FIELDS = ("query", "token", "num_q", "unused", "num_kv", "seat", "unused", "unused")
 
 
 @dataclass(frozen=True, slots=True)
 class Cut:
     """Entries and merges of the sequences that take ``tile``."""
 
-    tile: TritonTile | HopperTile
-    entries: Ints  # (W, 8)
+    tile: KernelTile
+    entries: Ints  # (W, 8); of a ForwardTile (1+W, 8), W itself before all others
     merges: Ints  # (M, 8)
     numbers: Ints  # (2,)  how many of W and of M hold something
     num_partials: int
     most_partials: int  # of one merge
     most_rows: int  # of one merge
     starts: Ints | None = None  # (C+1,)  of C programs, see cut_programs
+    num_programs: int = 0  # of a ForwardTile: that run at once, whatever their heads
 
 
 def cut_rows(
@@ -234,6 +246,48 @@ def cut_programs(
     return _cut(tile, group, entries, merges, starts.astype(np.int32))
 
 
+def cut_chunks(
+    num_q: NDArray[np.int64],
+    num_kv: NDArray[np.int64],
+    *,
+    tile: ForwardTile,
+    num_programs: int,
+    seats: NDArray[np.int64] | None = None,
+    tokens: NDArray[np.int64] | None = None,
+) -> Cut:
+    """Sequences (S,) in tiles of ``tile.rows`` queries, run once for each query head, the longest
+    first: ``num_programs`` take them in turn. No keys are cut, so nothing is merged.
+
+    ``seats``, ``tokens``: as for ``cut_rows``.
+    """
+    if tokens is None:
+        tokens = np.cumsum(num_q) - num_q
+    seats = np.arange(len(num_q)) if seats is None else np.asarray(seats)
+    tiles = -(-num_q // tile.rows)
+    sequence = np.repeat(np.arange(len(num_q)), tiles)
+    query = (np.arange(len(sequence)) - np.repeat(np.cumsum(tiles) - tiles, tiles)) * tile.rows
+    seen = np.minimum(num_kv[sequence], (num_kv - num_q)[sequence] + query + tile.rows)
+    order = np.argsort(-seen // tile.keys, kind="stable")
+    sequence = sequence[order]
+    entries = np.zeros((1 + len(order), len(TILE_FIELDS)), dtype=np.int32)
+    entries[0, 0] = len(order)
+    entries[1:, 0] = query[order]
+    entries[1:, 1] = tokens[sequence]
+    entries[1:, 2] = num_q[sequence]
+    entries[1:, 4] = num_kv[sequence]
+    entries[1:, 5] = seats[sequence]
+    return Cut(
+        tile=tile,
+        entries=entries,
+        merges=np.zeros((0, len(MERGE_FIELDS)), dtype=np.int32),
+        numbers=np.array((len(order), 0), dtype=np.int32),
+        num_partials=0,
+        most_partials=0,
+        most_rows=0,
+        num_programs=num_programs,
+    )
+
+
 Pieces = tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]
 
 
@@ -311,26 +365,42 @@ def cut_step(
     """The step's sequences, each in the first of ``tiles`` that holds its rows, or in pieces in
     the last; lists that would be empty are left out."""
     tokens = np.cumsum(num_q) - num_q
-    bounds = [tile.rows for tile in tiles[:-1]]
-    chosen = np.where(num_q > 0, np.searchsorted(bounds, num_q * group), -1)
+    chosen = _chosen(num_q, group, tiles)
     cuts = []
     for index, tile in enumerate(tiles):
         seats = np.flatnonzero(chosen == index)
         if not len(seats):
             continue
-        target = num_places(tile, kv_heads=kv_heads, num_sms=num_sms)
-        if isinstance(tile, HopperTile):
+        if isinstance(tile, ForwardTile):
+            cut = cut_chunks(
+                num_q[seats], num_kv[seats], tile=tile, num_programs=num_sms,
+                seats=seats, tokens=tokens[seats],
+            )  # fmt: skip
+        elif isinstance(tile, HopperTile):
             cut = cut_programs(
-                num_q[seats], num_kv[seats], group=group, tile=tile, num_programs=target,
+                num_q[seats], num_kv[seats], group=group, tile=tile,
+                num_programs=num_places(tile, kv_heads=kv_heads, num_sms=num_sms),
                 fixed_keys=fixed_keys, seats=seats, tokens=tokens[seats],
             )  # fmt: skip
         else:
             cut = cut_rows(
-                num_q[seats], num_kv[seats], group=group, tile=tile, target=target,
+                num_q[seats], num_kv[seats], group=group, tile=tile,
+                target=num_places(tile, kv_heads=kv_heads, num_sms=num_sms),
                 min_keys=MIN_SPLIT, fixed_keys=fixed_keys, seats=seats, tokens=tokens[seats],
             )  # fmt: skip
         cuts.append(cut)
     return cuts
+
+
+def _chosen(num_q: NDArray[np.int64], group: int, tiles: Tiles) -> NDArray[np.int64]:
+    """Which of ``tiles`` each sequence (S,) takes, -1 without queries. By its own queries alone,
+    so that its bits do not depend on what else is in the step."""
+    by_rows = tiles[:-1] if isinstance(tiles[-1], ForwardTile) else tiles
+    chosen = np.searchsorted([tile.rows for tile in by_rows[:-1]], num_q * group)
+    if len(by_rows) < len(tiles):
+        is_chunk = (chosen == len(by_rows) - 1) & (num_q >= FEWEST_QUERIES)
+        chosen = np.where(is_chunk, len(by_rows), chosen)
+    return np.where(num_q > 0, chosen, -1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -381,6 +451,7 @@ def upload(cuts: Sequence[Cut], device: torch.device) -> tuple[WorkList, ...]:
             num_partials=cut.num_partials,
             most_partials=cut.most_partials,
             most_rows=cut.most_rows,
+            num_programs=cut.num_programs,
         )
         for cut in cuts
     )
