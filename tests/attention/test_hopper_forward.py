@@ -24,6 +24,7 @@ from stairs.attention.flash import choose_contiguous, flash_attention
 from stairs.attention.hopper import TILES, ForwardTile, forward_tile, hopper_lacks
 from stairs.attention.hopper_check import what_is_wrong
 from stairs.attention.hopper_decode import box_layout
+from stairs.attention.hopper_order import RECORD
 from stairs.attention.meta import AttnMeta
 from stairs.attention.work import cut_chunks, upload
 from stairs.errors import ConfigError
@@ -36,7 +37,7 @@ KINDS = {
     "hardware": ForwardTile(64, 3, 2, 240, releases="hardware"),
     "spare": ForwardTile(64, 2, 2, 240, releases="hardware", spare=True),
     "wide": ForwardTile(128, 2, 2, 240, spare=True),
-    "lazy": ForwardTile(64, 2, 2, 240, lazy=True, rounds=True),
+    "lazy": ForwardTile(64, 2, 2, 240, lazy=True),
 }
 kinds = pytest.mark.parametrize("tile", KINDS.values(), ids=KINDS)
 
@@ -213,9 +214,9 @@ def test_programs_share_the_tiles() -> None:
     """Any number of programs, more than tiles too, in either order, gives the same bits."""
     q, k, v = tensors(400, 400, batch=2)
     first, *others = (
-        forward(q, k, v, causal=True, num_sms=num_sms, tile=tile)[0]
+        forward(q, k, v, causal=True, num_sms=num_sms, tile=SMALL, in_rounds=in_rounds)[0]
         for num_sms in (1, 2, 5, 64)
-        for tile in (SMALL, replace(SMALL, rounds=True))
+        for in_rounds in (False, True)
     )
     assert all(torch.equal(first, other) for other in others)
 
@@ -330,6 +331,23 @@ def test_queries_of_a_fused_projection_over_pages() -> None:
         out = torch.full_like(plain, torch.nan)
         simulated(0).attend_chunks(batch.q, batch.layer_kv, batch.meta, work, scale=0.125, out=out)
         assert torch.equal(out, expected), (width, start)
+
+
+def test_the_host_lists_tiles_as_the_device_orders_ragged_ones() -> None:
+    order = load("hopper_order").order_tiles
+    for pairs in (CHUNKS, CHUNKS * 20):
+        num_q, num_kv = (np.array([pair[i] for pair in pairs]) for i in (0, 1))
+        cut = cut_chunks(num_q, num_kv, tile=SMALL, num_programs=3)
+        cu_q, cu_kv = (
+            torch.tensor([0, *lengths.cumsum()], dtype=torch.int32) for lengths in (num_q, num_kv)
+        )
+        tiles = order(
+            cu_q, cu_kv, total_q=int(cu_q[-1]), rows=SMALL.rows, keys=SMALL.keys, left=2**30,
+            right=0, has_right=True, has_left=False,
+        ).view(-1, RECORD)  # fmt: skip
+        assert int(tiles[0, 0]) == cut.entries[0, 0] == len(cut.entries) - 1
+        tiles[:, 3] = 0  # first_kv: pages have none
+        assert tiles[1 : len(cut.entries), :6].tolist() == cut.entries[1:, :6].tolist()
 
 
 def test_pages_of_wide_heads_and_ids_outside_the_pool() -> None:

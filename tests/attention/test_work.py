@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import heapq
+from collections.abc import Iterator
 
 import numpy as np
 import pytest
@@ -10,6 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from stairs.attention.hopper import ForwardTile
 from stairs.attention.tiles import (
     CARDS,
     HopperTile,
@@ -18,10 +20,19 @@ from stairs.attention.tiles import (
     hopper_tiles,
     paged_tiles,
 )
-from stairs.attention.work import Cut, Tiles, cut_step, upload
+from stairs.attention.work import (
+    ENTRY_FIELDS,
+    FEWEST_QUERIES,
+    TILE_FIELDS,
+    Cut,
+    Tiles,
+    cut_step,
+    upload,
+)
 
 SHORT, TALL = TritonTile(16, 32, 4, 3, per_sm=2), TritonTile(64, 32, 8, 3)
 HOPPER = (HopperTile(16, 32, 3, 2), HopperTile(64, 32, 3, 2), TALL)
+CHUNKED = (*HOPPER, ForwardTile(32, 2, 1, 240))
 HEADS = [(32, 8, 128), (32, 32, 128), (64, 8, 128), (9, 3, 64), (12, 12, 64), (32, 1, 128)]
 EQUAL = [(1, 8192), (1, 32768), (8, 8192), (32, 2048), (32, 8192), (128, 1024), (128, 4096),
          (256, 1024)]  # fmt: skip
@@ -31,6 +42,27 @@ lengths = st.lists(
     st.tuples(st.integers(0, 90), st.integers(0, 700)).map(lambda x: (min(x), max(x))),
     max_size=8,
 )
+
+
+def parts(one: Cut, group: int) -> Iterator[tuple[int, int, int, int, slice, slice]]:
+    """Seat, token, num_q, num_kv, rows and keys of each entry that holds something."""
+    if isinstance(one.tile, ForwardTile):
+        assert one.entries[0].tolist() == [len(one.entries) - 1] + [0] * 7
+        for entry in one.entries[1:].tolist():
+            named = dict(zip(TILE_FIELDS, entry, strict=True))
+            query, num_q, num_kv = named["query"], named["num_q"], named["num_kv"]
+            stop = min(num_kv, num_kv - num_q + query + one.tile.rows)
+            rows = slice(query * group, (query + one.tile.rows) * group)
+            yield named["seat"], named["token"], num_q, num_kv, rows, slice(0, stop)
+        return
+    for entry in one.entries.tolist():
+        named = dict(zip(ENTRY_FIELDS, entry, strict=True))
+        if not named["num_q"]:
+            assert one.starts is not None, "a persistent program with nothing to do"
+            continue
+        rows = slice(named["row"], named["row"] + one.tile.rows)
+        keys = slice(named["first_key"], named["last_key"])
+        yield named["seat"], named["token"], named["num_q"], named["num_kv"], rows, keys
 
 
 def cut(step: list[tuple[int, int]], group: int, **options: object) -> list[Cut]:
@@ -44,21 +76,18 @@ def cut(step: list[tuple[int, int]], group: int, **options: object) -> list[Cut]
     lengths,
     st.sampled_from([1, 3, 4, 32]),
     st.sampled_from([None, 64]),
-    st.sampled_from([(SHORT, TALL), HOPPER]),
+    st.sampled_from([(SHORT, TALL), HOPPER, CHUNKED]),
 )
 def test_every_row_s_keys_are_covered_once(
     step: list[tuple[int, int]], group: int, fixed: int | None, tiles: Tiles
 ) -> None:
     seen = [np.zeros((num_q * group, num_kv), dtype=np.int64) for num_q, num_kv in step]
     for one in cut(step, group, fixed_keys=fixed, tiles=tiles):
-        for token, num_q, num_kv, row, first, last, _, seat in one.entries.tolist():
-            if not num_q:
-                assert one.starts is not None, "a persistent program with nothing to do"
-                continue
+        for seat, token, num_q, num_kv, rows, keys in parts(one, group):
             assert (num_q, num_kv) == step[seat]
             assert token == sum(q for q, _ in step[:seat])
-            assert last <= num_kv
-            seen[seat][row : row + one.tile.rows, first:last] += 1
+            assert keys.stop <= num_kv
+            seen[seat][rows, keys] += 1
     for counts, (num_q, num_kv) in zip(seen, step, strict=True):
         rows = np.arange(num_q * group)[:, None] // group
         visible = np.arange(num_kv) <= num_kv - num_q + rows
@@ -67,11 +96,15 @@ def test_every_row_s_keys_are_covered_once(
 
 
 @settings(max_examples=60, deadline=None)
-@given(lengths, st.sampled_from([1, 4]), st.sampled_from([(SHORT, TALL), HOPPER]))
+@given(lengths, st.sampled_from([1, 4]), st.sampled_from([(SHORT, TALL), HOPPER, CHUNKED]))
 def test_every_partial_has_one_writer_and_one_merge(
     step: list[tuple[int, int]], group: int, tiles: Tiles
 ) -> None:
     for one in cut(step, group, tiles=tiles):
+        if isinstance(one.tile, ForwardTile):
+            assert not len(one.merges) and not one.num_partials
+            assert one.numbers.tolist() == [len(one.entries) - 1, 0]
+            continue
         written = sorted(p for p in one.entries[:, 6].tolist() if p >= 0)
         merged = [
             partial
@@ -161,14 +194,50 @@ def test_rows_take_the_first_tile_that_holds_them() -> None:
     assert [one.tile for one in cuts] == list(HOPPER)
 
 
+@pytest.mark.parametrize("group", [1, 4, 32])
+def test_many_queries_take_tiles_of_queries_whatever_else_is_there(group: int) -> None:
+    """Few queries of many heads keep a tile that holds all heads' rows."""
+    step = [(num_q, 2000) for num_q in (1, 16, 17, 64, FEWEST_QUERIES - 1, FEWEST_QUERIES, 512)]
+
+    def kinds(step: list[tuple[int, int]]) -> dict[int, type]:
+        return {
+            num_q: type(one.tile)
+            for one in cut(step, group, tiles=CHUNKED)
+            for _, _, num_q, *_ in parts(one, group)
+        }
+
+    together = kinds(step)
+    for num_q, num_kv in step:
+        assert kinds([(num_q, num_kv)])[num_q] == together[num_q]
+        short = HopperTile if num_q * group <= 64 else TritonTile
+        assert together[num_q] == (ForwardTile if num_q >= FEWEST_QUERIES else short)
+
+
+@given(lengths)
+def test_tiles_of_queries_come_longest_first(step: list[tuple[int, int]]) -> None:
+    """And those of one length in the step's order; the bytes of the list depend on nothing else."""
+    step = [(num_q * 8, num_kv * 8) for num_q, num_kv in step]
+    for one in cut(step, 1, tiles=CHUNKED, num_sms=7):
+        if isinstance(one.tile, ForwardTile):
+            assert one.num_programs == 7
+            found = list(parts(one, 1))
+            cost = [-(-keys.stop // one.tile.keys) for *_, keys in found]
+            places = [(-c, seat, rows.start) for c, (seat, *_, rows, _) in zip(
+                cost, found, strict=True
+            )]  # fmt: skip
+            assert places == sorted(places)
+
+
 def test_upload_keeps_what_was_cut() -> None:
-    cuts = cut([(1, 3000), (40, 90), (3, 800)], 4, tiles=HOPPER)
+    cuts = cut([(1, 3000), (40, 90), (5, 800), (80, 99)], 4, tiles=CHUNKED)
+    assert [one.tile for one in cuts] == list(CHUNKED)
     assert upload([], torch.device("cpu")) == ()
     for work, one in zip(upload(cuts, torch.device("cpu")), cuts, strict=True):
         assert np.array_equal(work.entries.numpy(), one.entries)
         assert np.array_equal(work.merges.numpy(), one.merges)
         assert work.numbers.tolist()[:2] == one.numbers.tolist()
         assert work.starts.tolist() == ([] if one.starts is None else one.starts.tolist())
+        assert (work.tile, work.num_programs) == (one.tile, one.num_programs)
         assert work.entries.data_ptr() % 16 == work.numbers.data_ptr() % 16 == 0
 
 

@@ -21,6 +21,7 @@ from numpy.typing import NDArray
 
 from stairs.attention.hopper import ForwardTile
 from stairs.attention.meta import KernelTile, WorkList
+from stairs.attention.shares import dealt, pieces
 from stairs.attention.tiles import HopperTile, TritonTile
 from stairs.attention.workspace import num_places
 
@@ -46,7 +47,6 @@ Tiles = tuple[KernelTile, ...]
 # Of a sequence in a ForwardTile: a tile of 128 queries of one head costs the same however few they
 # are, and one of 128 rows of all heads of a group holds more of few. To be measured.
 FEWEST_QUERIES = 65
-MOST_PARTS = 128  # of a sequence, for persistent programs: a merge reads 64 at a time
 MIN_SPLIT = 128  # keys: below this a merge costs more than the split saves
 
 # token: the sequence's first row of q; row: the tile's first; keys first_key .. last_key of
@@ -217,7 +217,7 @@ def cut_programs(
     assert fixed_keys is None or fixed_keys % tile.keys == 0  # entries begin with a tile
     tiles = -(-num_kv // tile.keys)
     if fixed_keys is None:
-        owner, first, program = _pieces(
+        owner, first, program = pieces(
             tiles,
             num_programs,
             -(-tile.min_keys // tile.keys),
@@ -228,10 +228,10 @@ def cut_programs(
         splits = np.maximum(-(-num_kv // fixed_keys), 1)
         owner = np.repeat(np.arange(len(num_kv)), splits)
         first = (np.arange(len(owner)) - np.repeat(np.cumsum(splits) - splits, splits)) * fixed_keys
-        program = _dealt(np.minimum(num_kv[owner] - first, fixed_keys), num_programs)
+        program = dealt(np.minimum(num_kv[owner] - first, fixed_keys), num_programs)
     ends = np.append(owner[1:] != owner[:-1], True)
     last = np.where(ends, num_kv[owner], np.append(first[1:], 0))
-    pieces, merges = _rows(
+    each, merges = _rows(
         num_q, num_kv, np.zeros(len(num_q), np.int64), tokens, seats, owner, first, last
     )
     order = np.argsort(program, kind="stable")
@@ -239,8 +239,8 @@ def cut_programs(
     leads = np.append(True, program[1:] != program[:-1])
     entries = np.zeros((num_programs + len(order) - int(leads.sum()), 8), dtype=np.int32)
     entries[:num_programs, 6] = -1
-    entries[program[leads]] = pieces[order[leads]]
-    entries[num_programs:] = pieces[order[~leads]]
+    entries[program[leads]] = each[order[leads]]
+    entries[num_programs:] = each[order[~leads]]
     more = np.bincount(program[~leads], minlength=num_programs)
     starts = num_programs + np.append(0, np.cumsum(more))
     return _cut(tile, group, entries, merges, starts.astype(np.int32))
@@ -286,70 +286,6 @@ def cut_chunks(
         most_rows=0,
         num_programs=num_programs,
     )
-
-
-Pieces = tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]
-
-
-def _pieces(
-    tiles: NDArray[np.int64], num_programs: int, fewest: int, *, merge_cost: float
-) -> Pieces:
-    """The pieces that sequences of ``tiles`` (S,) are cut in: whose, its first tile, its program.
-
-    Of whole sequences, equal parts of each, and equal parts of all in one line: where the busiest
-    program is done first. No piece of a cut sequence is shorter than ``fewest`` tiles.
-    """
-    lone = np.arange(len(tiles))
-    # A sequence that certainly shares its program costs a tile more: its queries, its results.
-    cost = tiles + (tiles * num_programs < tiles.sum())
-    whole = lone, np.zeros_like(tiles), _dealt(cost, num_programs)
-    shortest = max(fewest, -(-int(tiles.max()) // MOST_PARTS))
-    used = max(1, min(num_programs, int(cost.sum()) // shortest))
-    if _busiest(tiles, whole) <= cost.sum() / used + merge_cost:
-        return whole
-    ways = [whole, _in_line(tiles, cost, used, fewest)]
-    size = max(-(-int(tiles.sum()) // used), fewest)
-    splits = -(-tiles // size)
-    if splits.sum() <= num_programs:
-        owner = np.repeat(lone, splits)
-        part = np.arange(len(owner)) - np.repeat(np.cumsum(splits) - splits, splits)
-        ways.append((owner, part * (-(-tiles // splits))[owner], np.arange(len(owner))))
-    costs = [_busiest(tiles, way) + merge_cost * (len(way[0]) > len(tiles)) for way in ways]
-    return ways[int(np.argmin(costs))]
-
-
-def _busiest(tiles: NDArray[np.int64], pieces: Pieces) -> float:
-    """Tiles of the program that has most, one more for each piece after its first."""
-    owner, first, program = pieces
-    ends = np.append(owner[1:] != owner[:-1], True)
-    last = np.where(ends, tiles[owner], np.append(first[1:], 0))
-    return float(np.bincount(program, last - first + 1).max()) - 1
-
-
-def _in_line(tiles: NDArray[np.int64], cost: NDArray[np.int64], used: int, fewest: int) -> Pieces:
-    """All tiles in one line, cut in ``used`` parts of equal cost."""
-    end = np.cumsum(cost)
-    cuts = np.arange(1, used) * end[-1] // used
-    sequence = np.searchsorted(end, cuts, side="right")
-    inside = cuts - (end - tiles)[sequence]
-    near_end = tiles[sequence] - inside < fewest
-    sequence = sequence + near_end
-    inside = np.where(near_end | (inside < fewest), 0, inside)
-    # A program begins at each place (sequence, tile); whole sequences begin pieces too.
-    stride = int(tiles.max()) + 1
-    cuts = sequence * stride + inside
-    begins = np.unique(np.append(cuts, np.arange(len(tiles)) * stride))
-    begins = begins[begins < len(tiles) * stride]
-    return begins // stride, begins % stride, np.searchsorted(cuts, begins, side="right")
-
-
-def _dealt(cost: NDArray[np.int64], num_programs: int) -> NDArray[np.int64]:
-    """A program for each: the dearest first, to and fro, so that every round evens out the last."""
-    order = np.argsort(-cost, kind="stable")
-    turn, place = np.divmod(np.arange(len(cost)), num_programs)
-    program = np.empty(len(cost), dtype=np.int64)
-    program[order] = np.where(turn % 2, num_programs - 1 - place, place)
-    return program
 
 
 def cut_step(
