@@ -1,4 +1,4 @@
-"""What the Hopper forward takes, and with which tile: data and pure functions, no Triton here.
+"""What the Hopper forward takes, and with which tile: data and pure functions, no torch here.
 
 No row of ``TILES`` has run on a card yet: ``measured`` is None, and ``auto`` takes only rows that
 have a figure. The first of each list is what an explicit call takes; ``bench/attention_gpu.py
@@ -9,10 +9,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
-import torch
-from torch import Tensor
+if TYPE_CHECKING:
+    from torch import Tensor
 
 __all__ = ["TILES", "ForwardTile", "forward_tile", "forward_tiles", "hopper_lacks", "padded"]
 
@@ -134,8 +134,9 @@ def hopper_lacks(
         return f"the card is sm_{capability[0]}{capability[1]}, not sm_90"
     if tuple(int(part) for part in release.split(".")[:2]) < (3, 6):
         return f"Triton {release} is older than 3.6"
-    if q.dtype not in (torch.bfloat16, torch.float16):
-        return f"q is {str(q.dtype).removeprefix('torch.')}, not bfloat16 or float16"
+    dtype = str(q.dtype).removeprefix("torch.")
+    if dtype not in ("bfloat16", "float16"):
+        return f"q is {dtype}, not bfloat16 or float16"
     head_dim = q.shape[-1]
     if head_dim > 256 or head_dim % 8:
         return f"head_dim {head_dim} is not a multiple of 8 up to 256"

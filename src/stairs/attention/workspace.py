@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+from stairs.attention.hopper import ForwardTile, forward_tile
 from stairs.attention.tiles import (
     MAX_HEAD_DIM,
     Card,
@@ -16,12 +17,16 @@ from stairs.attention.tiles import (
     paged_tiles,
 )
 
+PagedTile = TritonTile | HopperTile | ForwardTile
+
 __all__ = ["engine_tiles", "most_partials", "num_places", "partial_bytes", "workspace_bytes"]
 
 
-def num_places(tile: TritonTile | HopperTile, *, kv_heads: int, num_sms: int) -> int:
-    """Programs of one kv head that the card holds at a time: what a step's keys are cut for."""
-    return max(1, num_sms * tile.per_sm // kv_heads)
+def num_places(tile: PagedTile, *, kv_heads: int, num_sms: int) -> int:
+    """Programs of one kv head that the card holds at a time: what a step's keys are cut for. For a
+    ForwardTile every query head is a kv head of its own."""
+    per_sm = 1 if isinstance(tile, ForwardTile) else tile.per_sm
+    return max(1, num_sms * per_sm // kv_heads)
 
 
 def most_partials(num_tiles: int, num_places: int) -> int:
@@ -41,7 +46,7 @@ def partial_bytes(num_partials: int, *, rows: int, kv_heads: int, head_dim: int)
 
 
 def workspace_bytes(
-    tiles: Iterable[TritonTile | HopperTile],
+    tiles: Iterable[PagedTile],
     *,
     num_seqs: int,
     num_tokens: int,
@@ -52,23 +57,22 @@ def workspace_bytes(
 ) -> int:
     """At most what a step of ``num_seqs`` sequences and ``num_tokens`` queries takes, with splits
     that follow the batch. The lists of a step take turns, as layers do: each frees its own."""
-    rows = num_tokens * (num_heads // kv_heads)
     most = 0
     for tile in tiles:
+        heads = num_heads if isinstance(tile, ForwardTile) else kv_heads
+        rows = num_tokens * (num_heads // heads)
         num_tiles = num_seqs + rows // tile.rows  # each sequence may end in one that is not full
-        places = num_places(tile, kv_heads=kv_heads, num_sms=num_sms)
-        num = most_partials(num_tiles, places)
-        most = max(most, partial_bytes(num, rows=tile.rows, kv_heads=kv_heads, head_dim=head_dim))
+        num = most_partials(num_tiles, num_places(tile, kv_heads=heads, num_sms=num_sms))
+        most = max(most, partial_bytes(num, rows=tile.rows, kv_heads=heads, head_dim=head_dim))
     return most
 
 
-def engine_tiles(
-    head_dim: int, group: int, *, itemsize: int, card: Card
-) -> tuple[TritonTile | HopperTile, ...]:
+def engine_tiles(head_dim: int, group: int, *, itemsize: int, card: Card) -> tuple[PagedTile, ...]:
     """Every tile that an engine on ``card`` may cut its steps in, whichever kernels it takes."""
     if head_dim > MAX_HEAD_DIM:
         return ()
     tiles = paged_tiles(head_dim, group, itemsize=itemsize, card=card)
     if card.capability != 90 or itemsize != 2:
         return tiles
-    return (*hopper_tiles(head_dim, group), *tiles)
+    chunks = forward_tile(head_dim, causal=True, window=(-1, -1))
+    return (*hopper_tiles(head_dim, group), *tiles, chunks)
