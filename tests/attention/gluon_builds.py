@@ -28,8 +28,8 @@ from stairs.attention.hopper_order import order_kernel
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 BOX_ROWS = {"q": 64, "o": 64}  # of the others: the tile's keys
-POINTERS = {"lse": "fp32", "tiles": "i32", "table": "i32", "counts": "i64", "cu_q": "i32",
-            "cu_kv": "i32"}  # fmt: skip
+POINTERS = {"lse": "fp32", "partial_out": "fp32", "number": "i32", "tiles": "i32", "table": "i32",
+            "counts": "i64", "cu_q": "i32", "cu_kv": "i32"}  # fmt: skip
 SHARED_LIMIT = 227 * 1024
 IS_36 = triton.__version__.startswith("3.6.")
 

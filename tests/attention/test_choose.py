@@ -82,7 +82,7 @@ def test_hopper_s_kernels_are_asked_for_or_measured() -> None:
         ({"shape": (3, 2, 48, 128)}, "pages of 48"),
         ({"shape": (3, 2, 4, 128)}, "pages of 4 "),
         ({"shape": (3, 2, 8, 128)}, None),
-        ({"shape": (3, 2, 192, 80)}, None),
+        ({"shape": (3, 2, 256, 80)}, None),
         ({"shape": (3, 2, 16, 100)}, "head_dim 100"),
         ({"shape": (3, 2, 16, 40)}, "head_dim 40"),
         ({"shape": (2**26, 2, 16, 64)}, "over 2\\*\\*31"),

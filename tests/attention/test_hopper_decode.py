@@ -13,8 +13,7 @@ from attention.gluon_simulator import load
 from attention.ragged import Ragged, make_ragged
 from attention.test_attend import assert_as_exact_as_torch
 from stairs.attention.attend import write_kv
-from stairs.attention.hopper_decode_check import what_is_wrong
-from stairs.attention.meta import AttnMeta, LayerKV, WorkList
+from stairs.attention.meta import AttnMeta, WorkList
 from stairs.attention.tiles import HopperTile, TritonTile
 from stairs.attention.work import Tiles, cut_step, upload
 
@@ -177,26 +176,3 @@ def test_boxes_are_made_once() -> None:
     simulate(batch)
     assert list(batch.layer_kv.boxes.values()) == [made]
     assert not dataclasses.replace(batch.layer_kv, k=batch.layer_kv.k.clone()).boxes
-
-
-def test_the_self_test_passes_and_tells_what_is_wrong() -> None:
-    decode = load("hopper_decode", seed=5)
-
-    def attend(q: Tensor, layer_kv: LayerKV, meta: AttnMeta, work: WorkList, out: Tensor) -> None:
-        scale = q.shape[2] ** -0.5
-        merged(work, decode.attend_entries(q, layer_kv, meta, work, scale=scale, out=out), out)
-
-    def off(q: Tensor, layer_kv: LayerKV, meta: AttnMeta, work: WorkList, out: Tensor) -> None:
-        attend(q, layer_kv, meta, work, out)
-        out[-1, -1, -1] += 0.1
-
-    def silent(q: Tensor, layer_kv: LayerKV, meta: AttnMeta, work: WorkList, out: Tensor) -> None:
-        attend(q, layer_kv, meta, dataclasses.replace(work, merges=work.merges[:0]), out)
-
-    def broken(*arguments: object) -> None:
-        raise RuntimeError("no such instruction")
-
-    assert what_is_wrong(attend, CPU) is None
-    assert "off (4 heads a group, D 128" in (what_is_wrong(off, CPU) or "")
-    assert "nan off" in (what_is_wrong(silent, CPU) or "")
-    assert "no such instruction" in (what_is_wrong(broken, CPU) or "")

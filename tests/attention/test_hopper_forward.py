@@ -17,6 +17,7 @@ pytest.importorskip("triton")
 from attention.dense import attention_float64
 from attention.gluon_simulator import load
 from attention.ragged import Ragged, make_ragged
+from attention.test_hopper_decode import merged
 from stairs.attention import hopper_forward  # the real ones first, then the simulated
 from stairs.attention.attend import write_kv
 from stairs.attention.choose import Tile
@@ -24,9 +25,9 @@ from stairs.attention.flash import choose_contiguous, flash_attention
 from stairs.attention.hopper import TILES, ForwardTile, forward_tile, hopper_lacks
 from stairs.attention.hopper_check import what_is_wrong
 from stairs.attention.hopper_decode import box_layout
-from stairs.attention.hopper_order import RECORD
 from stairs.attention.meta import AttnMeta
-from stairs.attention.work import cut_chunks, upload
+from stairs.attention.tiles import HopperTile, TritonTile
+from stairs.attention.work import Cut, cut_rows, cut_step, upload
 from stairs.errors import ConfigError
 
 SMALL = ForwardTile(64, 2, 2, 240)  # more tiles of keys in a short row
@@ -214,9 +215,9 @@ def test_programs_share_the_tiles() -> None:
     """Any number of programs, more than tiles too, in either order, gives the same bits."""
     q, k, v = tensors(400, 400, batch=2)
     first, *others = (
-        forward(q, k, v, causal=True, num_sms=num_sms, tile=SMALL, in_rounds=in_rounds)[0]
+        forward(q, k, v, causal=True, num_sms=num_sms, tile=tile)[0]
         for num_sms in (1, 2, 5, 64)
-        for in_rounds in (False, True)
+        for tile in (SMALL, replace(SMALL, rounds=True))
     )
     assert all(torch.equal(first, other) for other in others)
 
@@ -242,34 +243,41 @@ def test_the_self_test_knows_right_from_wrong() -> None:
 CHUNKS = [(128, 300), (0, 7), (1, 1), (30, 30), (128, 128), (3, 147), (100, 500)]
 
 
-def chunks(
-    batch: Ragged,
-    tile: ForwardTile,
-    *,
-    seed: int = 0,
-    num_sms: int = 3,
-    room: int = 0,
-    counting: bool = True,
-    chosen: list[int] | None = None,
-) -> Tensor:
-    """The batch, or the sequences ``chosen`` of it, all in tiles of queries; the list has ``room``
-    for more."""  # fmt: skip
-    write_kv(batch.k, batch.v, batch.layer_kv, batch.meta)
+def listed(batch: Ragged, tile: ForwardTile, *, chosen: list[int] | None = None, target: int = 1,
+           min_keys: int = 64, fixed_keys: int | None = None, num_sms: int = 3) -> Cut:  # fmt: skip
+    """Of a step's sequences, or of those ``chosen``: all in tiles of queries, in about ``target``
+    entries for each query head."""
     chosen = list(range(len(batch.keys))) if chosen is None else chosen
     num_q, num_kv = (
         x.numpy().astype(np.int64)[chosen] for x in (batch.meta.cu_q.diff(), batch.meta.kv_len)
     )
-    cut = cut_chunks(num_q, num_kv, tile=tile, num_programs=num_sms)
-    junk = np.full((room, 8), 2**30, dtype=np.int32)
-    cut = replace(cut, entries=np.concatenate((cut.entries, junk)))
+    cut = cut_rows(
+        num_q, num_kv, group=1, tile=tile, target=target, min_keys=min_keys, fixed_keys=fixed_keys
+    )
+    return replace(cut, num_programs=num_sms)
+
+
+def run(batch: Ragged, cut: Cut, *, seed: int = 0, counting: bool = True,
+        chosen: list[int] | None = None) -> Tensor:  # fmt: skip
+    """What ``cut`` lists, with K and V in the pages."""
+    write_kv(batch.k, batch.v, batch.layer_kv, batch.meta)
     (work,) = upload([cut], torch.device("cpu"))
-    meta = replace(batch.meta, block_table=batch.meta.block_table[chosen], counting=counting)
-    q = torch.cat([batch.q[batch.rows(sequence)] for sequence in chosen])
-    out = torch.full_like(q, torch.nan)
-    simulated(seed).attend_chunks(
+    q, table = batch.q, batch.meta.block_table
+    if chosen is not None:
+        q, table = torch.cat([q[batch.rows(sequence)] for sequence in chosen]), table[chosen]
+    meta = replace(batch.meta, block_table=table, counting=counting)
+    out = torch.full_like(q, torch.nan, memory_format=torch.contiguous_format)
+    parts = simulated(seed).attend_tiles(
         q, batch.layer_kv, meta, work, scale=q.shape[2] ** -0.5, out=out
-    )  # fmt: skip
+    )
+    merged(work, parts, out)
     return out
+
+
+def chunks(batch: Ragged, tile: ForwardTile, *, seed: int = 0, counting: bool = True,
+           chosen: list[int] | None = None, **options: Any) -> Tensor:  # fmt: skip
+    cut = listed(batch, tile, chosen=chosen, **options)
+    return run(batch, cut, seed=seed, counting=counting, chosen=chosen)
 
 
 @pytest.mark.parametrize("tile", [SMALL, KINDS["three"], KINDS["wide"]], ids=str)
@@ -296,58 +304,82 @@ def test_counts_of_pages_are_what_was_visited(tile: ForwardTile) -> None:
     assert counts[:, AttnMeta.KV_BYTES_READ].tolist() == read
 
 
+@pytest.mark.parametrize("tile", [SMALL, KINDS["three"], KINDS["hardware"], KINDS["lazy"]], ids=str)
+def test_chunks_whose_keys_are_cut(tile: ForwardTile) -> None:
+    """Parts of which some rows see nothing, of one tile of keys, and whole ones beside them."""
+    batch = make_ragged(CHUNKS, dtype=torch.float16, tail=2**30)
+    pairs = [sum(range(num_kv - num_q + 1, num_kv + 1)) for num_q, num_kv in CHUNKS]
+    read = [2 * 64 * 2 * 2 * num_kv if num_q else 0 for num_q, num_kv in CHUNKS]
+    for options in ({"target": 6}, {"target": 99}, {"fixed_keys": 128}):
+        cut = listed(batch, tile, **options)
+        assert len(cut.merges) and (cut.entries[:, 6] < 0).any()
+        batch.meta.counts.zero_()
+        out = run(batch, cut, seed=len(cut.entries))
+        assert (out.double() - batch.expected()).abs().max() <= 3e-3
+        assert batch.meta.counts[:, AttnMeta.PAIRS].tolist() == [6 * n for n in pairs]
+        assert batch.meta.counts[:, AttnMeta.KV_BYTES_READ].tolist() == read
+
+
 def test_room_of_a_list_and_the_number_of_programs_change_nothing() -> None:
-    """A captured graph replays with capacities; what lies past the number is never read."""
+    """A captured graph replays with capacities; what lies past the numbers is never read."""
     batch = make_ragged(CHUNKS, dtype=torch.float16)
-    expected = chunks(batch, SMALL)
-    for room, num_sms in ((9, 3), (0, 1), (40, 64)):
-        assert torch.equal(chunks(batch, SMALL, room=room, num_sms=num_sms, seed=room), expected)
+    cut = listed(batch, SMALL, target=6)
+    expected = run(batch, cut)
+    junk = np.full((9, 8), 2**30, dtype=np.int32)
+    roomy = replace(
+        cut, entries=np.concatenate((cut.entries, junk)), num_partials=cut.num_partials + 3
+    )
+    for given in (roomy, replace(cut, num_programs=1), replace(roomy, num_programs=64)):
+        assert torch.equal(run(batch, given, seed=given.num_programs), expected)
     nothing = make_ragged([(0, 9)], dtype=torch.float16)
-    assert chunks(nothing, SMALL).shape == chunks(nothing, SMALL, room=5).shape == (0, 6, 64)
+    empty = listed(nothing, SMALL)
+    assert run(nothing, empty).shape == run(nothing, replace(empty, entries=junk)).shape
 
 
 def test_a_chunk_has_the_same_bits_alone_and_among_others() -> None:
-    """K30"""
+    """K30: whole, and with fixed splits."""
     batch = make_ragged(CHUNKS, dtype=torch.float16)
-    together = chunks(batch, SMALL, num_sms=5)
-    for sequence in (0, 4, 6):
-        alone = chunks(batch, SMALL, chosen=[sequence])
-        assert torch.equal(alone, together[batch.rows(sequence)])
+    for fixed_keys in (None, 128):
+        together = chunks(batch, SMALL, num_sms=5, fixed_keys=fixed_keys)
+        for sequence in (0, 4, 6):
+            alone = chunks(batch, SMALL, chosen=[sequence], fixed_keys=fixed_keys)
+            assert torch.equal(alone, together[batch.rows(sequence)])
 
 
 def test_queries_of_a_fused_projection_over_pages() -> None:
-    """K24; what the copy engine cannot take, rows 8 bytes apart or one row for all, is copied."""
+    """K24; rows or heads that the copy engine cannot take are copied."""
     batch = make_ragged(CHUNKS, dtype=torch.float16)
-    expected = chunks(batch, SMALL)
-    plain = batch.q
+    expected, plain = chunks(batch, SMALL), batch.q
     for width, start in ((640, 128), (384 + 4, 0), (384 + 4, 4)):
         fused = torch.full((len(plain), width), torch.nan, dtype=plain.dtype)
         batch.q = fused[:, start : start + 384].view(-1, 6, 64)
         batch.q.copy_(plain)
-        (work,) = upload([cut_chunks(
-            *(x.numpy().astype(np.int64) for x in (batch.meta.cu_q.diff(), batch.meta.kv_len)),
-            tile=SMALL, num_programs=3,
-        )], torch.device("cpu"))  # fmt: skip
-        out = torch.full_like(plain, torch.nan)
-        simulated(0).attend_chunks(batch.q, batch.layer_kv, batch.meta, work, scale=0.125, out=out)
-        assert torch.equal(out, expected), (width, start)
+        assert torch.equal(chunks(batch, SMALL), expected), (width, start)
 
 
-def test_the_host_lists_tiles_as_the_device_orders_ragged_ones() -> None:
-    order = load("hopper_order").order_tiles
-    for pairs in (CHUNKS, CHUNKS * 20):
-        num_q, num_kv = (np.array([pair[i] for pair in pairs]) for i in (0, 1))
-        cut = cut_chunks(num_q, num_kv, tile=SMALL, num_programs=3)
-        cu_q, cu_kv = (
-            torch.tensor([0, *lengths.cumsum()], dtype=torch.int32) for lengths in (num_q, num_kv)
-        )
-        tiles = order(
-            cu_q, cu_kv, total_q=int(cu_q[-1]), rows=SMALL.rows, keys=SMALL.keys, left=2**30,
-            right=0, has_right=True, has_left=False,
-        ).view(-1, RECORD)  # fmt: skip
-        assert int(tiles[0, 0]) == cut.entries[0, 0] == len(cut.entries) - 1
-        tiles[:, 3] = 0  # first_kv: pages have none
-        assert tiles[1 : len(cut.entries), :6].tolist() == cut.entries[1:, :6].tolist()
+def test_a_step_of_all_kinds() -> None:
+    """Decodes, a few queries and chunks in one step: each list by its kernel, each row once."""
+    lengths = [(1, 90), (70, 200), (0, 9), (16, 77), (17, 33), (128, 300), (1, 1)]
+    batch = make_ragged(lengths, num_heads=8, kv_heads=2, dtype=torch.float16)
+    write_kv(batch.k, batch.v, batch.layer_kv, batch.meta)
+    num_q, num_kv = (np.array([pair[i] for pair in lengths]) for i in (0, 1))
+    short, wide = HopperTile(16, 64, 2, per_sm=1), HopperTile(64, 32, 3, per_sm=1)
+    tiles = (short, wide, TritonTile(128, 64, 8, 3), SMALL)
+    cuts = cut_step(num_q, num_kv, group=4, kv_heads=2, tiles=tiles, num_sms=16)
+    lists = upload(cuts, torch.device("cpu"))
+    assert [work.tile for work in lists] == list(tiles)
+    out = torch.full_like(batch.q, torch.nan)
+    call = batch.q, batch.layer_kv, batch.meta
+    for work in lists:
+        if isinstance(work.tile, HopperTile):
+            decode = load("hopper_decode")
+            merged(work, decode.attend_entries(*call, work, scale=0.125, out=out), out)
+        elif isinstance(work.tile, ForwardTile):
+            merged(work, simulated(0).attend_tiles(*call, work, scale=0.125, out=out), out)
+    plain = batch.rows(4)  # 68 rows of 17 queries: tested in Triton's interpreter
+    assert out[plain].isnan().all()
+    out[plain] = batch.expected()[plain].half()
+    assert (out.double() - batch.expected()).abs().max() <= 3e-3
 
 
 def test_pages_of_wide_heads_and_ids_outside_the_pool() -> None:

@@ -29,7 +29,7 @@ from stairs.attention.flash import flash_attention, flash_attention_varlen
 from stairs.attention.hopper import TILES, ForwardTile, forward_tile
 from stairs.attention.meta import AttnMeta, LayerKV
 from stairs.attention.tiles import HopperTile, TritonTile
-from stairs.attention.work import cut_chunks, upload
+from stairs.attention.work import cut_rows, upload
 
 IS_HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
 pytestmark = [
@@ -77,19 +77,21 @@ def test_ugly_shapes(head_dim: int, causal: bool, dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize(("key", "tile"), ALL_TILES, ids=str)
 def test_every_tile(key: tuple[int, bool], tile: ForwardTile) -> None:
-    """Those of the sweep too: a quick one that is wrong is none."""
+    """In both orders of rows."""
     from stairs.attention.hopper_forward import hopper_forward
 
     head_dim, causal = key
     for lengths in ((700, 900), (2048, 2048)):
         q, k, v = dense(*lengths, torch.bfloat16, head_dim=head_dim, batch=3, heads=8, kv_heads=2)
-        held = torch.full_like(q, torch.nan)
-        del held
-        out, lse = hopper_forward(
-            q, k, v, cu_q=None, cu_kv=None, max_q=q.shape[1], scale=head_dim**-0.5, causal=causal,
-            window=(-1, -1), softcap=0.0, return_lse=True, tile=tile,
-        )  # fmt: skip
-        check(q, k, v, out, lse, causal=causal)
+        for in_rounds in (False, True):
+            held = torch.full_like(q, torch.nan)
+            del held
+            out, lse = hopper_forward(
+                q, k, v, cu_q=None, cu_kv=None, max_q=q.shape[1], scale=head_dim**-0.5,
+                causal=causal, window=(-1, -1), softcap=0.0, return_lse=True, tile=tile,
+                in_rounds=in_rounds,
+            )  # fmt: skip
+            check(q, k, v, out, lse, causal=causal)
 
 
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
@@ -135,20 +137,30 @@ def test_scores_far_below_zero() -> None:
 PAIRS = [(0, 3), (150, 297), (4, 0), (0, 7), (1, 1), (300, 392), (64, 64), (1, 500), (2000, 2100)]
 
 
-def ragged(pairs: list[tuple[int, int]], **options: Any) -> list[tuple[Tensor, ...]]:
-    """q, k, v, O and LSE of each sequence; those without queries hold NaN."""
-    made = {"dtype": torch.bfloat16, "head_dim": options.pop("head_dim", 128)}
+Parts = list[tuple[Tensor, Tensor, Tensor]]
+
+
+def parts_of(pairs: list[tuple[int, int]], *, head_dim: int = 128) -> Parts:
+    """q, k and v of each sequence; those without queries hold NaN."""
+    made = {"dtype": torch.bfloat16, "head_dim": head_dim}
     parts = [dense(*pair, batch=1, heads=8, kv_heads=2, **made) for pair in pairs]
-    for (num_q, _), (_, k, v) in zip(pairs, parts, strict=True):
-        if not num_q:
+    for q, k, v in parts:
+        if not q.numel():
             k.fill_(torch.nan), v.fill_(torch.nan)
+    return parts
+
+
+def ragged(parts: Parts, **options: Any) -> list[tuple[Tensor, ...]]:
+    """q, k, v, O and LSE of each sequence, from one call."""
     q, k, v = (torch.cat([part[i] for part in parts], 1)[0] for i in range(3))
-    ends = [list(itertools.accumulate((p[i] for p in pairs), initial=0)) for i in (0, 1)]
+    ends = [
+        list(itertools.accumulate((part[i].shape[1] for part in parts), initial=0)) for i in (0, 1)
+    ]
     cu_q, cu_kv = (torch.tensor(each, dtype=torch.int32, device=GPU) for each in ends)
     held = torch.full_like(q, torch.nan)
     del held
     out, lse = flash_attention_varlen(
-        q, k, v, cu_q, cu_kv, max_q=max(num_q for num_q, _ in pairs), return_lse=True,
+        q, k, v, cu_q, cu_kv, max_q=max(part[0].shape[1] for part in parts), return_lse=True,
         backend="hopper", **options,
     )  # fmt: skip
     return [
@@ -163,16 +175,16 @@ def ragged(pairs: list[tuple[int, int]], **options: Any) -> list[tuple[Tensor, .
 )
 def test_ragged(rules: dict[str, Any], head_dim: int) -> None:
     """K2, K19, K20; a neighbour's NaN stays the neighbour's."""
-    for q, k, v, out, lse in ragged(PAIRS, head_dim=head_dim, **rules):
+    for q, k, v, out, lse in ragged(parts_of(PAIRS, head_dim=head_dim), **rules):
         if q.numel():
             check(q, k, v, out, lse, **rules)
 
 
 def test_a_sequence_has_the_same_bits_alone_and_among_others() -> None:
     """K30"""
-    others = [(37 * i % 1900 + 1, 37 * i % 1900 + 1 + 50 * i) for i in range(32)]
+    others = parts_of([(37 * i % 1900 + 1, 37 * i % 1900 + 1 + 50 * i) for i in range(32)])
     for causal in (False, True):
-        for own in ((1, 500), (300, 392), (2000, 2100)):
+        for own in parts_of([(1, 500), (300, 392), (2000, 2100)]):
             together = ragged([*others[:16], own, *others[16:]], causal=causal)
             ((*_, out, lse),) = ragged([own], causal=causal)
             assert torch.equal(out, together[16][3]) and torch.equal(lse, together[16][4])
@@ -186,12 +198,10 @@ def test_fifty_runs_give_the_same_bits(head_dim: int, causal: bool) -> None:
     for _ in range(49):
         again = poisoned(q, k, v, causal=causal)
         assert all(torch.equal(a, b) for a, b in zip(first, again, strict=True))
-    lengths = [(977, 977), (31, 400), (2500, 2500)]
-    parts = ragged(lengths, head_dim=head_dim, causal=causal)
+    parts = parts_of([(977, 977), (31, 400), (2500, 2500)], head_dim=head_dim)
+    answers = ragged(parts, causal=causal)
     for _ in range(49):
-        for one, other in zip(
-            parts, ragged(lengths, head_dim=head_dim, causal=causal), strict=True
-        ):
+        for one, other in zip(answers, ragged(parts, causal=causal), strict=True):
             assert torch.equal(one[3], other[3]) and torch.equal(one[4], other[4])
 
 
@@ -234,17 +244,27 @@ MIXED = [(1, 300), (512, 2000), (0, 9), (4, 40), (16, 700), (17, 33), (64, 64), 
          (129, 5000), (1, 1)]  # fmt: skip
 
 
-def chunks(batch: Ragged, tile: ForwardTile, chosen: list[int] | None = None) -> Tensor:
-    """The sequences ``chosen``, all by default and all in ``tile``; K and V are in the pages."""
+def chunks(
+    batch: Ragged, tile: ForwardTile, chosen: list[int] | None = None, *, target: int = 1,
+    min_keys: int = 512, fixed_keys: int | None = None,
+) -> Tensor:  # fmt: skip
+    """The sequences ``chosen``, all by default and all in ``tile``, in about ``target`` entries for
+    each query head; K and V are in the pages."""
     chosen = list(range(len(batch.keys))) if chosen is None else chosen
     num_q, num_kv = (
         x.cpu().numpy().astype(np.int64)[chosen]
         for x in (batch.meta.cu_q.diff(), batch.meta.kv_len)
     )
-    work = upload([cut_chunks(num_q, num_kv, tile=tile, num_programs=132)], GPU)
+    cut = cut_rows(
+        num_q, num_kv, group=1, tile=tile, target=target, min_keys=min_keys, fixed_keys=fixed_keys
+    )
+    work = upload([replace(cut, num_programs=132)], GPU)
     q = torch.cat([batch.q[batch.rows(sequence)] for sequence in chosen])
     out = torch.full_like(q, torch.nan)
-    meta = replace(batch.meta, block_table=batch.meta.block_table[chosen], work=work)
+    meta = replace(
+        batch.meta, block_table=batch.meta.block_table[chosen], work=work,
+        batch_invariant=fixed_keys is not None,
+    )  # fmt: skip
     attend_paged(q, batch.layer_kv, meta, scale=q.shape[2] ** -0.5, out=out)
     return out
 
@@ -258,6 +278,26 @@ def test_chunks_over_pages(head_dim: int, block_size: int) -> None:
     write_kv(batch.k, batch.v, batch.layer_kv, batch.meta)
     out = chunks(batch, forward_tile(head_dim, causal=True, window=(-1, -1)))
     assert_right(out, expected(batch), torch_own(batch))
+
+
+@dtypes
+@pytest.mark.parametrize("head_dim", [64, 80, 128, 256])
+def test_chunks_whose_keys_are_cut(head_dim: int, dtype: torch.dtype) -> None:
+    """Parts of which some rows see nothing, of one tile of keys, and whole ones beside them."""
+    batch = on_gpu(make_ragged(CHUNKS, num_heads=8, kv_heads=2, head_dim=head_dim, tail=2**30,
+                               dtype=dtype))  # fmt: skip
+    write_kv(batch.k, batch.v, batch.layer_kv, batch.meta)
+    exact, own = expected(batch), torch_own(batch)
+    tile = forward_tile(head_dim, causal=True, window=(-1, -1))
+    pairs = [sum(range(num_kv - num_q + 1, num_kv + 1)) for num_q, num_kv in CHUNKS]
+    read = [2 * head_dim * 2 * 2 * num_kv if num_q else 0 for num_q, num_kv in CHUNKS]
+    for options in ({"target": 16}, {"target": 500, "min_keys": 1}, {"fixed_keys": 256}):
+        batch.meta.counts.zero_()
+        first = chunks(batch, tile, **options)
+        assert_right(first, exact, own)
+        assert batch.meta.counts[:, AttnMeta.PAIRS].tolist() == [8 * n for n in pairs]
+        assert batch.meta.counts[:, AttnMeta.KV_BYTES_READ].tolist() == read
+        assert all(torch.equal(chunks(batch, tile, **options), first) for _ in range(10))
 
 
 @pytest.mark.parametrize(
@@ -312,11 +352,13 @@ def test_a_chunk_has_the_same_bits_alone_and_among_others() -> None:
                                    dtype=torch.bfloat16))  # fmt: skip
         write_kv(batch.k, batch.v, batch.layer_kv, batch.meta)
         tile = forward_tile(head_dim, causal=True, window=(-1, -1))
-        together = chunks(batch, tile)
-        assert all(torch.equal(chunks(batch, tile), together) for _ in range(50))
-        for sequence in (0, 31, 32, 33, 34):
-            alone = chunks(batch, tile, [sequence])
-            assert torch.equal(alone, together[batch.rows(sequence)])
+        for fixed_keys in (None, 1024):
+            together = chunks(batch, tile, fixed_keys=fixed_keys)
+            for _ in range(50):
+                assert torch.equal(chunks(batch, tile, fixed_keys=fixed_keys), together)
+            for sequence in (0, 31, 32, 33, 34):
+                alone = chunks(batch, tile, [sequence], fixed_keys=fixed_keys)
+                assert torch.equal(alone, together[batch.rows(sequence)])
 
 
 def test_queries_of_a_fused_projection_over_pages() -> None:
@@ -337,7 +379,7 @@ def test_queries_of_a_fused_projection_over_pages() -> None:
 
 
 def test_a_captured_step_of_chunks_replays_with_other_lengths() -> None:
-    """The list's room is the host's, its number of tiles the device's."""
+    """The lists' room is the host's, their numbers the device's."""
     batch = on_gpu(make_ragged([(512, 3000), (128, 2000)], num_heads=8, kv_heads=2, head_dim=128,
                                dtype=torch.bfloat16))  # fmt: skip
     write_kv(batch.k, batch.v, batch.layer_kv, batch.meta)
@@ -349,14 +391,17 @@ def test_a_captured_step_of_chunks_replays_with_other_lengths() -> None:
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         attend_paged(batch.q, batch.layer_kv, meta, scale=0.1, out=out)
+    assert len(work.merges)
     for num_q, num_kv in (
         ([70, 100], [300, 1111]),
         ([512, 0], [512, 9]),
         ([512, 128], [3000, 2000]),
     ):
         (less,) = cutter(np.array(num_q), np.array(num_kv))
-        assert len(less.entries) <= len(work.entries)
+        assert len(less.entries) <= len(work.entries) and len(less.merges) <= len(work.merges)
         work.entries[: len(less.entries)] = less.entries
+        work.merges[: len(less.merges)] = less.merges
+        work.numbers.copy_(less.numbers)
         out.fill_(torch.nan)
         graph.replay()
         again = torch.full_like(batch.q, torch.nan)

@@ -19,12 +19,14 @@ if os.environ.get("TRITON_INTERPRET") != "1":
 from attention.dense import attention_float64
 from attention.gluon_simulator import load
 from attention.ragged import Ragged, make_ragged
+from attention.test_hopper_forward import simulated
 from stairs.attention.attend import attend_paged
+from stairs.attention.hopper import ForwardTile
 from stairs.attention.meta import AttnMeta
 from stairs.attention.tiles import HopperTile, TritonTile
 from stairs.attention.triton_flash import flash_forward
 from stairs.attention.triton_paged import write_pages
-from stairs.attention.work import cut_step, upload
+from stairs.attention.work import cut_rows, cut_step, upload
 
 # Triton 3.6's interpreter on numpy 2.3.
 pytestmark = pytest.mark.filterwarnings("ignore:Conversion of an array:DeprecationWarning")
@@ -114,13 +116,31 @@ def test_the_merge_of_hopper_s_partial_results() -> None:
     batch = make_ragged([(1, 300), (3, 200), (1, 5)], num_heads=8, dtype=torch.float16)
     write_pages(batch.k, batch.v, batch.layer_kv, batch.meta)
     num_q, num_kv = np.array([1, 3, 1]), np.array([300, 200, 5])
-    tiles = (HopperTile(16, 64, 2, per_sm=1), HopperTile(64, 64, 2, per_sm=1))
+    tiles = (
+        HopperTile(16, 64, 2, per_sm=1, is_chained=False),  # the interpreter cannot wait early
+        HopperTile(64, 64, 2, per_sm=1, is_chained=False),
+    )
     cuts = cut_step(num_q, num_kv, group=4, kv_heads=2, tiles=tiles, num_sms=16)
     (work,) = upload(cuts, batch.q.device)
     out = torch.empty_like(batch.q)
     load("hopper_decode").attend_short(batch.q, batch.layer_kv, batch.meta, work, scale=0.125,
                                        out=out)  # fmt: skip
     assert len(work.merges)
+    assert_right(out, batch)
+
+
+def test_the_merge_of_parts_of_chunks() -> None:
+    """As above: whose query heads are each a kv head to the merge."""
+    batch = make_ragged([(130, 300), (1, 9), (70, 290)], num_heads=4, dtype=torch.float16)
+    write_pages(batch.k, batch.v, batch.layer_kv, batch.meta)
+    cut = cut_rows(
+        np.array([130, 1, 70]), np.array([300, 9, 290]), group=1, min_keys=64, target=9,
+        tile=ForwardTile(64, 2, 2, 240),
+    )  # fmt: skip
+    assert len(cut.merges) and (cut.entries[:, 6] < 0).any()
+    (work,) = upload([dataclasses.replace(cut, num_programs=5)], batch.q.device)
+    out = torch.empty_like(batch.q)
+    simulated(0).attend_chunks(batch.q, batch.layer_kv, batch.meta, work, scale=0.125, out=out)
     assert_right(out, batch)
 
 

@@ -42,11 +42,13 @@ from stairs.attention.hopper import ForwardTile, padded
 from stairs.attention.hopper_order import RECORD, order_tiles, stretches
 from stairs.attention.hopper_softmax import quads_layout, weights
 from stairs.attention.meta import AttnMeta, LayerKV, WorkList
+from stairs.attention.triton_paged import merge_partials, partials
 
 __all__ = [
     "BOXES",
     "PAGES",
     "attend_chunks",
+    "attend_tiles",
     "box_keys",
     "constants",
     "forward_kernel",
@@ -121,17 +123,21 @@ def num_rounds(num_tiles, programs, ORDER: gl.constexpr):
 
 @gluon.jit
 def locate(r, tiles, num_q, num_kv, heads, row_tiles, num_tiles, programs, BM: gl.constexpr,
-           RAGGED: gl.constexpr, ORDER: gl.constexpr):  # fmt: skip
+           RAGGED: gl.constexpr, PAGE: gl.constexpr, ORDER: gl.constexpr):  # fmt: skip
     """The r-th tile of rows of this program: box, head, first row in its sequence, and the
-    sequence's first row and number of rows in q, and in k; and which it is."""
+    sequence's first row and number of rows in q, and in k; which it is; and its record."""
     mine = gl.program_id(0)
     if ORDER == "rounds":  # longest first, there and back: each program gets long and short ones
         mine = gl.where(r % 2 == 0, mine, programs - 1 - mine)
     t = r * programs + mine
+    HEADER: gl.constexpr = 0 if PAGE else 1
+    record = tiles + (HEADER + t // heads) * FIELDS
+    if PAGE:
+        return (0, t % heads, gl.load(record + 3), gl.load(record), gl.load(record + 1), 0,
+                gl.load(record + 2), gl.load(record + 7), record)  # fmt: skip
     if RAGGED:
-        record = tiles + (1 + t // heads) * FIELDS
         return (0, t % heads, gl.load(record), gl.load(record + 1), gl.load(record + 2),
-                gl.load(record + 3), gl.load(record + 4), gl.load(record + 5))  # fmt: skip
+                gl.load(record + 3), gl.load(record + 4), gl.load(record + 5), record)  # fmt: skip
     if ORDER == "rounds":
         all_heads = num_tiles // row_tiles
         m = row_tiles - 1 - t // all_heads
@@ -143,7 +149,15 @@ def locate(r, tiles, num_q, num_kv, heads, row_tiles, num_tiles, programs, BM: g
         at = t // row_tiles
         if ORDER == "pairs":  # tiles 2i and 2i + 1 are a head's i-th longest and i-th shortest
             m = gl.where(m % 2 == 0, row_tiles - 1 - m // 2, m // 2)
-    return at // heads, at % heads, m * BM, 0, num_q, 0, num_kv, 0
+    return at // heads, at % heads, m * BM, 0, num_q, 0, num_kv, 0, record
+
+
+@gluon.jit
+def cut_by(entry, first, clear, full, end, BN: gl.constexpr):
+    """Of the tiles of keys that rows read those of their entry, at least one."""
+    first = gl.maximum(first, gl.load(entry + 4) // BN)
+    end = gl.maximum(gl.minimum(end, (gl.load(entry + 5) + BN - 1) // BN), first + 1)
+    return first, gl.maximum(clear, first), gl.maximum(gl.minimum(full, end), first), end
 
 
 @gluon.jit
@@ -179,18 +193,21 @@ def producer(
 ):  # fmt: skip
     q_tiles, k_tiles, v_tiles, o_tiles = memory
     q_full, q_empty, k_full, k_empty, v_full, v_empty, clean = barriers
-    tiles, num_q, num_kv, left, right, heads, group, row_tiles, num_tiles, programs = problem
+    (number, tiles, num_q, num_kv, left, right, heads, group, row_tiles, num_tiles,
+     programs) = problem  # fmt: skip
     BM: gl.constexpr = 64 * CONSUMERS
     if RAGGED:
-        num_tiles = gl.load(tiles) * heads
+        num_tiles = gl.load(number) * heads
     stage = 0
     phase = 0
     q_phase = 0
     for r in range(num_rounds(num_tiles, programs, ORDER)):
-        box, head, row0, first_q, rows, first_kv, keys, sequence = locate(
-            r, tiles, num_q, num_kv, heads, row_tiles, num_tiles, programs, BM, RAGGED, ORDER
+        box, head, row0, first_q, rows, first_kv, keys, sequence, entry = locate(
+            r, tiles, num_q, num_kv, heads, row_tiles, num_tiles, programs, BM, RAGGED, PAGE, ORDER
         )
         first, clear, full, end = stretches(row0, rows, keys, left, right, BM, BN, RIGHT, LEFT)
+        if PAGE:
+            first, clear, full, end = cut_by(entry, first, clear, full, end, BN)
         kv_head = head // group
         # Before Q, whose memory may be on its way out with the last tile's result.
         acquire(k_empty, stage, phase, K_FREE, CONSUMERS)
@@ -288,13 +305,13 @@ def store_rows(result, out, row0, first_q, rows, head, heads, head_dim, BD: gl.c
 
 
 @gluon.jit
-def count(counts, row0, rows, keys, end, sequence, is_last, head_dim, BN: gl.constexpr):
-    """The pairs of 64 rows and the keys in tiles 0 .. end; and the bytes of K and V, which the
+def count(counts, row0, rows, keys, first, end, sequence, is_last, head_dim, BN: gl.constexpr):
+    """The pairs of 64 rows and the keys in tiles first .. end; and the bytes of K and V, which the
     last tile of rows (``is_last``) reads all of, for all query heads of a kv head."""
     ONE: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
-    visited = gl.minimum(end * BN, keys)
+    visited = gl.minimum(end * BN, keys) - first * BN
     row = row0 + gl.arange(0, 64, ONE)
-    seen = gl.maximum(gl.minimum(keys - rows + row + 1, visited), 0)
+    seen = gl.maximum(gl.minimum(keys - rows + row + 1 - first * BN, visited), 0)
     at = counts + sequence.to(gl.int64) * 3
     gl.atomic_add(at, gl.sum(gl.where(row < rows, seen, 0), 0).to(gl.int64))
     gl.atomic_add(at + 1, gl.where(is_last, visited.to(gl.int64) * (4 * head_dim), 0))
@@ -302,16 +319,17 @@ def count(counts, row0, rows, keys, end, sequence, is_last, head_dim, BN: gl.con
 
 @gluon.jit
 def consumer(
-    o, out, lse, counts, memory, barriers, problem, scale, inner, head_dim, total_q,
+    o, out, lse, partial_out, counts, memory, barriers, problem, scale, inner, head_dim, total_q,
     c: gl.constexpr, BN: gl.constexpr, BD: gl.constexpr, STAGES: gl.constexpr,
     CONSUMERS: gl.constexpr, TURNS: gl.constexpr, K_FREE: gl.constexpr, V_FREE: gl.constexpr,
-    SPARE: gl.constexpr, LAZY: gl.constexpr, RAGGED: gl.constexpr, ORDER: gl.constexpr,
-    RIGHT: gl.constexpr, LEFT: gl.constexpr, CUT: gl.constexpr, CAPPED: gl.constexpr,
-    LSE: gl.constexpr, BFLOAT: gl.constexpr, COUNTING: gl.constexpr,
+    SPARE: gl.constexpr, LAZY: gl.constexpr, RAGGED: gl.constexpr, PAGE: gl.constexpr,
+    ORDER: gl.constexpr, RIGHT: gl.constexpr, LEFT: gl.constexpr, CUT: gl.constexpr,
+    CAPPED: gl.constexpr, LSE: gl.constexpr, BFLOAT: gl.constexpr, COUNTING: gl.constexpr,
 ):  # fmt: skip
     q_tiles, k_tiles, v_tiles, o_tiles = memory
     q_full, q_empty, k_full, k_empty, v_full, v_empty, clean = barriers
-    tiles, num_q, num_kv, left, right, heads, group, row_tiles, num_tiles, programs = problem
+    (number, tiles, num_q, num_kv, left, right, heads, group, row_tiles, num_tiles,
+     programs) = problem  # fmt: skip
     DTYPE: gl.constexpr = gl.bfloat16 if BFLOAT else gl.float16
     BM: gl.constexpr = 64 * CONSUMERS
     S_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BN, 16])
@@ -319,7 +337,7 @@ def consumer(
     ROWS: gl.constexpr = gl.SliceLayout(1, S_LAYOUT)
     QUADS: gl.constexpr = quads_layout(BN)
     if RAGGED:
-        num_tiles = gl.load(tiles) * heads
+        num_tiles = gl.load(number) * heads
     stage = 0
     phase = 0
     q_phase = 0
@@ -331,13 +349,15 @@ def consumer(
             numbered_arrive(K_FREE + i, all_threads(CONSUMERS))
             numbered_arrive(V_FREE + i, all_threads(CONSUMERS))
     for r in range(num_rounds(num_tiles, programs, ORDER)):
-        box, head, row0, first_q, rows, first_kv, keys, sequence = locate(
-            r, tiles, num_q, num_kv, heads, row_tiles, num_tiles, programs, BM, RAGGED, ORDER
+        box, head, row0, first_q, rows, first_kv, keys, sequence, entry = locate(
+            r, tiles, num_q, num_kv, heads, row_tiles, num_tiles, programs, BM, RAGGED, PAGE, ORDER
         )
         first, clear, full, end = stretches(row0, rows, keys, left, right, BM, BN, RIGHT, LEFT)
+        if PAGE:
+            first, clear, full, end = cut_by(entry, first, clear, full, end, BN)
         if COUNTING:
             is_last = (row0 + BM >= rows) & (head % group == 0) & (c == 0)
-            count(counts, row0 + c * 64, rows, keys, end, sequence, is_last, head_dim, BN)
+            count(counts, row0 + c * 64, rows, keys, first, end, sequence, is_last, head_dim, BN)
         place = row0 + c * 64 + keys - rows
         # Clamped, so that no sum of a thread's row and the call's sizes lives all along.
         edges = (gl.maximum(place - left, -64), gl.minimum(place + right, keys), keys)
@@ -400,8 +420,17 @@ def consumer(
         release(v_empty, stage, V_FREE, CONSUMERS)
         stage, phase = advanced(stage, phase, STAGES)
         result = acc * gl.convert_layout(inverse, gl.SliceLayout(1, O_LAYOUT))[:, None]
-        result = result.to(DTYPE)
         row = row0 + c * 64 + gl.arange(0, 64, ROWS)
+        if PAGE:
+            partial = gl.load(entry + 6)
+            if partial >= 0:
+                place = (partial * heads + head) * BM
+                log2 = gl.where(saw, m * scale + gl.log2(total), float("-inf"))
+                gl.store(lse + place + c * 64 + gl.arange(0, 64, ROWS), log2, mask=row < rows)
+                store_rows(result, partial_out, c * 64, place, rows - row0, 0, 1, head_dim, BD,
+                           O_LAYOUT)  # fmt: skip
+            rows = gl.where(partial >= 0, 0, rows)  # none of a part's go out
+        result = result.to(DTYPE)
         if LSE:
             natural = (m * scale + gl.log2(total)) * 0.6931471805599453
             natural = gl.where(saw, natural, float("-inf"))
@@ -432,8 +461,9 @@ def consumer(
 
 @gluon.jit(do_not_specialize=SIZES)
 def forward_kernel(
-    q, k, v, o, out, lse, tiles, table, counts, scale, inner, num_q, num_kv, left, right, heads,
-    group, row_tiles, num_tiles, programs, head_dim, total_q, table_stride, num_blocks,
+    q, k, v, o, out, lse, partial_out, number, tiles, table, counts, scale, inner, num_q, num_kv,
+    left, right, heads, group, row_tiles, num_tiles, programs, head_dim, total_q, table_stride,
+    num_blocks,
     BN: gl.constexpr, BD: gl.constexpr, PAGE: gl.constexpr, STAGES: gl.constexpr,
     CONSUMERS: gl.constexpr, REGISTERS: gl.constexpr, TURNS: gl.constexpr, K_FREE: gl.constexpr,
     V_FREE: gl.constexpr, SPARE: gl.constexpr, LAZY: gl.constexpr, RAGGED: gl.constexpr,
@@ -441,6 +471,7 @@ def forward_kernel(
     CAPPED: gl.constexpr, LSE: gl.constexpr, BFLOAT: gl.constexpr, COUNTING: gl.constexpr,
 ):  # fmt: skip
     """O (B, rows, H, D) as boxes of ``o`` and rows of ``out``, LSE (B, H, rows), natural log.
+    Of parts (PAGE): O (P, H, 64 * CONSUMERS, D) to ``partial_out``, LSE in log2 units to ``lse``.
 
     Weights are exp2(s * scale - ...) of scores s, or of tanh(s * inner) where CAPPED. Key j is
     visible to query i when i + past - left <= j <= i + past + right, past = num_kv - num_q.
@@ -472,6 +503,7 @@ def forward_kernel(
     memory = (q_tiles, k_tiles, v_tiles, o_tiles)
     barriers = (q_full, q_empty, k_full, k_empty, v_full, v_empty, clean)
     problem = (
+        number,
         tiles,
         num_q,
         num_kv,
@@ -492,14 +524,14 @@ def forward_kernel(
             [
                 (producer, (q, k, v, memory, barriers, problem, pool, BN, BD, STAGES, PAGE,
                             CONSUMERS, K_FREE, V_FREE, RAGGED, ORDER, RIGHT, LEFT)),
-                (consumer, (o, out, lse, counts, memory, barriers, problem, scale, inner,
-                            head_dim, total_q, C0, BN, BD, STAGES, CONSUMERS, TURNS, K_FREE,
-                            V_FREE, SPARE, LAZY, RAGGED, ORDER, RIGHT, LEFT, CUT, CAPPED, LSE,
-                            BFLOAT, COUNTING)),
-                (consumer, (o, out, lse, counts, memory, barriers, problem, scale, inner,
-                            head_dim, total_q, C1, BN, BD, STAGES, CONSUMERS, TURNS, K_FREE,
-                            V_FREE, SPARE, LAZY, RAGGED, ORDER, RIGHT, LEFT, CUT, CAPPED, LSE,
-                            BFLOAT, COUNTING)),
+                (consumer, (o, out, lse, partial_out, counts, memory, barriers, problem, scale,
+                            inner, head_dim, total_q, C0, BN, BD, STAGES, CONSUMERS, TURNS, K_FREE,
+                            V_FREE, SPARE, LAZY, RAGGED, PAGE, ORDER, RIGHT, LEFT, CUT, CAPPED,
+                            LSE, BFLOAT, COUNTING)),
+                (consumer, (o, out, lse, partial_out, counts, memory, barriers, problem, scale,
+                            inner, head_dim, total_q, C1, BN, BD, STAGES, CONSUMERS, TURNS, K_FREE,
+                            V_FREE, SPARE, LAZY, RAGGED, PAGE, ORDER, RIGHT, LEFT, CUT, CAPPED,
+                            LSE, BFLOAT, COUNTING)),
             ],
             [4, 4],
             [REGISTERS, REGISTERS],
@@ -509,18 +541,18 @@ def forward_kernel(
             [
                 (producer, (q, k, v, memory, barriers, problem, pool, BN, BD, STAGES, PAGE,
                             CONSUMERS, K_FREE, V_FREE, RAGGED, ORDER, RIGHT, LEFT)),
-                (consumer, (o, out, lse, counts, memory, barriers, problem, scale, inner,
-                            head_dim, total_q, C0, BN, BD, STAGES, CONSUMERS, TURNS, K_FREE,
-                            V_FREE, SPARE, LAZY, RAGGED, ORDER, RIGHT, LEFT, CUT, CAPPED, LSE,
-                            BFLOAT, COUNTING)),
-                (consumer, (o, out, lse, counts, memory, barriers, problem, scale, inner,
-                            head_dim, total_q, C1, BN, BD, STAGES, CONSUMERS, TURNS, K_FREE,
-                            V_FREE, SPARE, LAZY, RAGGED, ORDER, RIGHT, LEFT, CUT, CAPPED, LSE,
-                            BFLOAT, COUNTING)),
-                (consumer, (o, out, lse, counts, memory, barriers, problem, scale, inner,
-                            head_dim, total_q, C2, BN, BD, STAGES, CONSUMERS, TURNS, K_FREE,
-                            V_FREE, SPARE, LAZY, RAGGED, ORDER, RIGHT, LEFT, CUT, CAPPED, LSE,
-                            BFLOAT, COUNTING)),
+                (consumer, (o, out, lse, partial_out, counts, memory, barriers, problem, scale,
+                            inner, head_dim, total_q, C0, BN, BD, STAGES, CONSUMERS, TURNS, K_FREE,
+                            V_FREE, SPARE, LAZY, RAGGED, PAGE, ORDER, RIGHT, LEFT, CUT, CAPPED,
+                            LSE, BFLOAT, COUNTING)),
+                (consumer, (o, out, lse, partial_out, counts, memory, barriers, problem, scale,
+                            inner, head_dim, total_q, C1, BN, BD, STAGES, CONSUMERS, TURNS, K_FREE,
+                            V_FREE, SPARE, LAZY, RAGGED, PAGE, ORDER, RIGHT, LEFT, CUT, CAPPED,
+                            LSE, BFLOAT, COUNTING)),
+                (consumer, (o, out, lse, partial_out, counts, memory, barriers, problem, scale,
+                            inner, head_dim, total_q, C2, BN, BD, STAGES, CONSUMERS, TURNS, K_FREE,
+                            V_FREE, SPARE, LAZY, RAGGED, PAGE, ORDER, RIGHT, LEFT, CUT, CAPPED,
+                            LSE, BFLOAT, COUNTING)),
             ],
             [4, 4, 4],
             [REGISTERS, REGISTERS, REGISTERS],
@@ -601,9 +633,10 @@ def hopper_forward(
     programs = min(num_sms, num_tiles)
     forward_kernel[(programs,)](
         _boxes(q, 64), _boxes(k, tile.keys), _boxes(v, tile.keys), _boxes(out, 64), out, lse,
-        tiles, tiles, tiles, (softcap or scale) * LOG2_E, scale / softcap if softcap else 0.0,
-        num_q, num_kv, left, right, heads, heads // kv_heads, row_tiles, num_tiles, programs,
-        head_dim, num_q, 0, 0, **fixed, num_warps=4, enable_fp_fusion=True,
+        lse, tiles, tiles, tiles, tiles, (softcap or scale) * LOG2_E,
+        scale / softcap if softcap else 0.0, num_q, num_kv, left, right, heads, heads // kv_heads,
+        row_tiles, num_tiles, programs, head_dim, num_q, 0, 0, **fixed, num_warps=4,
+        enable_fp_fusion=True,
     )  # fmt: skip
     return out, lse
 
@@ -614,15 +647,25 @@ def attend_chunks(
     """What ``work`` holds of q (T, H, D), D side by side, into ``out`` (T, H, D) contiguous.
 
     hopper_decode_lacks() has said that nothing is against it; q whose steps the copy engine cannot
-    take is copied. As many programs as SMs, or fewer where ``work`` has no room for as many tiles.
+    take is copied.
     """
+    partial = attend_tiles(q, layer_kv, meta, work, scale=scale, out=out)
+    merge_partials(work, *partial, out)
+
+
+def attend_tiles(
+    q: Tensor, layer_kv: LayerKV, meta: AttnMeta, work: WorkList, *, scale: float, out: Tensor
+) -> tuple[Tensor, Tensor]:
+    """The entries of ``work``: whole rows into ``out``, parts of others into what is returned,
+    O (P, H, rows, D) and LSE (P, H, rows). As many programs as SMs, or as entries and heads."""
     tile = work.tile
     assert isinstance(tile, ForwardTile)
     total_q, heads, head_dim = q.shape
     num_blocks, kv_heads, page = layer_kv.k.shape[:3]
-    programs = min(work.num_programs, (len(work.entries) - 1) * heads)
+    partial_out, partial_lse = partials(q, work, heads)
+    programs = min(work.num_programs, len(work.entries) * heads)
     if not programs or not total_q:
-        return
+        return partial_out, partial_lse
     steps = [stride * q.element_size() for stride in q.stride()[:2]]
     if q.data_ptr() % 16 or any(step % 16 or not step for step in steps):
         q = q.contiguous()
@@ -632,11 +675,12 @@ def attend_chunks(
     )  # fmt: skip
     k_boxes, v_boxes = _pages(layer_kv, box_keys(page, tile.keys))
     forward_kernel[(programs,)](
-        _boxes(q[None], 64), k_boxes, v_boxes, _boxes(out[None], 64), out, out, work.entries,
-        meta.block_table, meta.counts, scale * LOG2_E, 0.0, total_q, 0, FAR, 0, heads,
-        heads // kv_heads, 0, 0, programs, head_dim, total_q, meta.block_table.stride(0),
-        num_blocks, **fixed, num_warps=4, enable_fp_fusion=True,
+        _boxes(q[None], 64), k_boxes, v_boxes, _boxes(out[None], 64), out, partial_lse,
+        partial_out, work.numbers, work.entries, meta.block_table, meta.counts, scale * LOG2_E,
+        0.0, total_q, 0, FAR, 0, heads, heads // kv_heads, 0, 0, programs, head_dim, total_q,
+        meta.block_table.stride(0), num_blocks, **fixed, num_warps=4, enable_fp_fusion=True,
     )  # fmt: skip
+    return partial_out, partial_lse
 
 
 def _pages(layer_kv: LayerKV, keys: int) -> tuple[Any, Any]:

@@ -12,13 +12,9 @@ from typing import Any, ClassVar
 
 from torch import Tensor
 
-from stairs.attention.hopper import ForwardTile
-from stairs.attention.tiles import HopperTile, TritonTile
+from stairs.attention.workspace import PagedTile
 
-__all__ = ["AttnMeta", "KernelTile", "LayerKV", "WorkList"]
-
-# Which kernel: triton_paged, hopper_decode or hopper_forward.
-KernelTile = TritonTile | HopperTile | ForwardTile
+__all__ = ["AttnMeta", "LayerKV", "WorkList"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,15 +39,15 @@ class WorkList:
     ``numbers`` on the device says how many entries and merges there are. Copied to the device, as
     block tables are, never written by a kernel: one launched early reads them at once."""
 
-    tile: KernelTile
-    entries: Tensor  # (W, 8) int32; of a ForwardTile (1+W, 8), the first row begins with W
+    tile: PagedTile
+    entries: Tensor  # (W, 8) int32
     merges: Tensor  # (M, 8) int32
     numbers: Tensor  # (2,) int32
     starts: Tensor  # (C+1,) int32  of C persistent programs; (0,) where each entry has its own
     num_partials: int  # capacity of the workspace, in tiles
     most_partials: int  # of one merge
     most_rows: int  # of one merge
-    num_programs: int  # of a ForwardTile: that run at once, whatever their heads
+    num_programs: int  # of a ForwardTile: that take entries x query heads in turn
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,7 +4,8 @@ A row is a (query, query head of one kv head) pair: query i and head g of the gr
 i * group + g. An *entry* is one tile of rows over one range of keys, run once for each kv head.
 Where a tile's keys are cut in several entries each writes a partial (O, LSE), and a *merge*
 joins them. Sequences with few rows take tiles of 16 to 64 rows, the others tall ones; where the
-kernel has tiles of one query head's queries, those with many queries take these, never cut.
+kernel has tiles of one query head's queries, those with many queries take these: for them every
+query head is a kv head of its own, with a group of one.
 
 Every array can be padded to a fixed capacity (a captured graph replays with other contents):
 programs past the numbers in ``Cut.numbers`` do nothing.
@@ -13,27 +14,25 @@ programs past the numbers in ``Cut.numbers`` do nothing.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
 from stairs.attention.hopper import ForwardTile
-from stairs.attention.meta import KernelTile, WorkList
+from stairs.attention.meta import WorkList
 from stairs.attention.shares import dealt, pieces
 from stairs.attention.tiles import HopperTile, TritonTile
-from stairs.attention.workspace import num_places
+from stairs.attention.workspace import PagedTile, num_places
 
 __all__ = [
     "ENTRY_FIELDS",
     "FEWEST_QUERIES",
     "MERGE_FIELDS",
-    "TILE_FIELDS",
     "Cut",
     "Cutter",
     "Tiles",
-    "cut_chunks",
     "cut_programs",
     "cut_rows",
     "cut_step",
@@ -42,34 +41,33 @@ __all__ = [
 
 Ints = NDArray[np.int32]
 # By rows: each takes what fits in none before. A ForwardTile is the last, and takes its own.
-Tiles = tuple[KernelTile, ...]
+Tiles = tuple[PagedTile, ...]
 
 # Of a sequence in a ForwardTile: a tile of 128 queries of one head costs the same however few they
 # are, and one of 128 rows of all heads of a group holds more of few. To be measured.
 FEWEST_QUERIES = 65
 MIN_SPLIT = 128  # keys: below this a merge costs more than the split saves
+MIN_CHUNK_SPLIT = 512  # the same where a part's rows are as many as 128 keys. To be measured.
 
 # token: the sequence's first row of q; row: the tile's first; keys first_key .. last_key of
 # ``num_kv``; partial: where it goes, -1 for straight to the output; seat: row of the block table.
 ENTRY_FIELDS = ("token", "num_q", "num_kv", "row", "first_key", "last_key", "partial", "seat")
 MERGE_FIELDS = ("token", "num_q", "row", "partial", "num_partials", "unused", "unused", "unused")
-# Of a tile of queries, run once for each query head; query: its first in the sequence.
-TILE_FIELDS = ("query", "token", "num_q", "unused", "num_kv", "seat", "unused", "unused")
 
 
 @dataclass(frozen=True, slots=True)
 class Cut:
     """Entries and merges of the sequences that take ``tile``."""
 
-    tile: KernelTile
-    entries: Ints  # (W, 8); of a ForwardTile (1+W, 8), W itself before all others
+    tile: PagedTile
+    entries: Ints  # (W, 8)
     merges: Ints  # (M, 8)
     numbers: Ints  # (2,)  how many of W and of M hold something
     num_partials: int
     most_partials: int  # of one merge
     most_rows: int  # of one merge
     starts: Ints | None = None  # (C+1,)  of C programs, see cut_programs
-    num_programs: int = 0  # of a ForwardTile: that run at once, whatever their heads
+    num_programs: int = 0  # of a ForwardTile: that take entries x query heads in turn
 
 
 def cut_rows(
@@ -77,7 +75,7 @@ def cut_rows(
     num_kv: NDArray[np.int64],
     *,
     group: int,
-    tile: TritonTile,
+    tile: TritonTile | ForwardTile,
     target: int,
     min_keys: int,
     fixed_keys: int | None = None,
@@ -92,6 +90,7 @@ def cut_rows(
     the sequences stand in the step, when they are a selection of it.
     """
     tile_rows, key_step = tile.rows, tile.keys
+    assert fixed_keys is None or isinstance(tile, TritonTile) or fixed_keys % key_step == 0
     if tokens is None:
         tokens = np.cumsum(num_q) - num_q
     seats = np.arange(len(num_q)) if seats is None else np.asarray(seats)
@@ -165,7 +164,7 @@ def _rows(
 
 
 def _cut(
-    tile: TritonTile | HopperTile, group: int, entries: Ints, merges: Ints,
+    tile: PagedTile, group: int, entries: Ints, merges: Ints,
     starts: Ints | None = None,
 ) -> Cut:  # fmt: skip
     rows = np.minimum(merges[:, 1] * group - merges[:, 2], tile.rows)
@@ -246,48 +245,6 @@ def cut_programs(
     return _cut(tile, group, entries, merges, starts.astype(np.int32))
 
 
-def cut_chunks(
-    num_q: NDArray[np.int64],
-    num_kv: NDArray[np.int64],
-    *,
-    tile: ForwardTile,
-    num_programs: int,
-    seats: NDArray[np.int64] | None = None,
-    tokens: NDArray[np.int64] | None = None,
-) -> Cut:
-    """Sequences (S,) in tiles of ``tile.rows`` queries, run once for each query head, the longest
-    first: ``num_programs`` take them in turn. No keys are cut, so nothing is merged.
-
-    ``seats``, ``tokens``: as for ``cut_rows``.
-    """
-    if tokens is None:
-        tokens = np.cumsum(num_q) - num_q
-    seats = np.arange(len(num_q)) if seats is None else np.asarray(seats)
-    tiles = -(-num_q // tile.rows)
-    sequence = np.repeat(np.arange(len(num_q)), tiles)
-    query = (np.arange(len(sequence)) - np.repeat(np.cumsum(tiles) - tiles, tiles)) * tile.rows
-    seen = np.minimum(num_kv[sequence], (num_kv - num_q)[sequence] + query + tile.rows)
-    order = np.argsort(-seen // tile.keys, kind="stable")
-    sequence = sequence[order]
-    entries = np.zeros((1 + len(order), len(TILE_FIELDS)), dtype=np.int32)
-    entries[0, 0] = len(order)
-    entries[1:, 0] = query[order]
-    entries[1:, 1] = tokens[sequence]
-    entries[1:, 2] = num_q[sequence]
-    entries[1:, 4] = num_kv[sequence]
-    entries[1:, 5] = seats[sequence]
-    return Cut(
-        tile=tile,
-        entries=entries,
-        merges=np.zeros((0, len(MERGE_FIELDS)), dtype=np.int32),
-        numbers=np.array((len(order), 0), dtype=np.int32),
-        num_partials=0,
-        most_partials=0,
-        most_rows=0,
-        num_programs=num_programs,
-    )
-
-
 def cut_step(
     num_q: NDArray[np.int64],
     num_kv: NDArray[np.int64],
@@ -308,10 +265,13 @@ def cut_step(
         if not len(seats):
             continue
         if isinstance(tile, ForwardTile):
-            cut = cut_chunks(
-                num_q[seats], num_kv[seats], tile=tile, num_programs=num_sms,
-                seats=seats, tokens=tokens[seats],
+            cut = cut_rows(
+                num_q[seats], num_kv[seats], group=1, tile=tile,
+                target=num_places(tile, kv_heads=kv_heads * group, num_sms=num_sms),
+                min_keys=MIN_CHUNK_SPLIT, fixed_keys=fixed_keys, seats=seats,
+                tokens=tokens[seats],
             )  # fmt: skip
+            cut = replace(cut, num_programs=num_sms)
         elif isinstance(tile, HopperTile):
             cut = cut_programs(
                 num_q[seats], num_kv[seats], group=group, tile=tile,

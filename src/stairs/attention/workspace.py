@@ -17,9 +17,17 @@ from stairs.attention.tiles import (
     paged_tiles,
 )
 
-PagedTile = TritonTile | HopperTile | ForwardTile
+__all__ = [
+    "PagedTile",
+    "engine_tiles",
+    "most_partials",
+    "num_places",
+    "partial_bytes",
+    "workspace_bytes",
+]
 
-__all__ = ["engine_tiles", "most_partials", "num_places", "partial_bytes", "workspace_bytes"]
+# Which kernel: triton_paged, hopper_decode or hopper_forward.
+PagedTile = TritonTile | HopperTile | ForwardTile
 
 
 def num_places(tile: PagedTile, *, kv_heads: int, num_sms: int) -> int:
