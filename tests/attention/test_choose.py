@@ -10,10 +10,12 @@ from typing import Any
 import pytest
 import torch
 
+from stairs.attention import devices
 from stairs.attention.choose import choose, score_bytes_held
 from stairs.attention.devices import hopper_decode_lacks
+from stairs.attention.hopper import ForwardTile
 from stairs.attention.meta import LayerKV
-from stairs.attention.tiles import hopper_tiles
+from stairs.attention.tiles import HopperTile, hopper_tiles
 from stairs.errors import ConfigError
 
 
@@ -95,6 +97,19 @@ def test_what_hopper_s_decode_lacks(change: dict[str, Any], lacks: str | None) -
     pool = torch.empty(options.pop("shape"), dtype=torch.bfloat16, device="meta")
     found = hopper_decode_lacks(LayerKV(pool, pool), **options)
     assert found is None if lacks is None else re.search(lacks, found or "")
+
+
+def test_hopper_counts_as_measured_where_both_of_a_step_s_kernels_are(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for decodes, chunks, known in (
+        ("file", 650.0, "file"), ("file", None, None), (None, 650.0, None)
+    ):  # fmt: skip
+        short = (HopperTile(16, 64, 3, 2, measured=decodes), HopperTile(64, 64, 3, 2))
+        tile = ForwardTile(128, 2, 2, 240, measured=chunks)
+        monkeypatch.setattr(devices, "hopper_tiles", lambda *_, short=short: short)
+        monkeypatch.setattr(devices, "forward_tile", lambda *_, tile=tile, **__: tile)
+        assert devices.hopper_measured(128, 4) == known
 
 
 @pytest.mark.parametrize("head_dim", [64, 80, 128, 256])

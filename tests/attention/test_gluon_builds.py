@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ast
 import os
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -15,6 +16,7 @@ pytest.importorskip("triton")
 if os.environ.get("TRITON_INTERPRET") == "1":
     pytest.skip("compiles; not in the interpreter's process", allow_module_level=True)
 
+import numpy as np
 import torch
 from triton.runtime.driver import driver
 
@@ -29,18 +31,22 @@ from attention.gluon_builds import (
     chosen,
     swept,
 )
+from attention.ragged import make_ragged
 from stairs.attention import hopper_forward, hopper_order
 from stairs.attention.hopper import TILES, forward_tile
+from stairs.attention.work import cut_step, upload
 
 ATTENTION = Path(hopper_forward.__file__).parent
 KERNELS = sorted((*ATTENTION.glob("hopper_*.py"), *ATTENTION.glob("triton_*.py")))
 ALL = list(dict.fromkeys((*chosen(), *swept())))
-# In every run: each head_dim's longest kernel without a cap, and the order of ragged rows.
+# In every run: each head_dim's longest kernel without a cap, prompt chunks over pages, and the
+# order of ragged rows.
 FEW = [
     build
     for build in ALL
     if build.name == "order rows128 keys128 right=True left=False"
     or (build in chosen() and build.name.endswith("right left ragged cut lse"))
+    or (isinstance(build, ForwardBuild) and (build.head_dim, build.page) == (128, 16))
 ]
 REST: list[Build] = []
 if os.environ.get("STAIRS_ALL_KERNELS"):
@@ -133,3 +139,31 @@ def test_calls_compile_from_their_own_arguments_and_once(monkeypatch: pytest.Mon
     assert len(forward.calls) == 6
     for calls in (forward.calls[::2], forward.calls[1::2]):
         assert len(set(map(id, calls))) == 1 and calls[0].asm["cubin"]
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there it is launched")
+@pytest.mark.parametrize("counting", [False, True])
+def test_chunks_compile_from_their_own_arguments_and_once(
+    counting: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever the step's lengths, and whether keys are cut or not."""
+    monkeypatch.setattr(driver, "_active", HOPPER_DRIVER)
+    forward = Compiled(hopper_forward.forward_kernel)
+    monkeypatch.setattr(hopper_forward, "forward_kernel", forward)
+    tile = forward_tile(64, causal=True, window=(-1, -1))
+    num_parts = []
+    for step in ([(128, 128)], [(65, 4097), (128, 3000), (400, 400)], [(512, 32)] * 16):
+        lengths = [(num_q, num_q + num_kv) for num_q, num_kv in step]
+        batch = make_ragged(lengths, num_heads=3, kv_heads=1, dtype=torch.bfloat16)
+        num_q, num_kv = (np.array([pair[i] for pair in lengths]) for i in (0, 1))
+        cuts = cut_step(num_q, num_kv, group=3, kv_heads=1, tiles=(tile, tile), num_sms=132)
+        (work,) = upload(cuts, torch.device("cpu"))
+        meta = replace(batch.meta, counting=counting)
+        out = torch.empty_like(batch.q)
+        parts, _ = hopper_forward.attend_tiles(
+            batch.q, batch.layer_kv, meta, work, scale=0.1, out=out
+        )
+        num_parts.append(len(parts))
+    assert num_parts[0] == 0 < num_parts[1]
+    assert len(forward.calls) == 3 and len(set(map(id, forward.calls))) == 1
+    assert forward.calls[0].asm["cubin"]
