@@ -10,6 +10,7 @@ bfloat16, fresh random inputs, sides in turn, medians; a causal cell counts half
 from __future__ import annotations
 
 import argparse
+import math
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -22,8 +23,9 @@ from gpu_prefill import HEAD_DIMS, chunks, prefill
 from gpu_sides import Side, captured, fa3_side, load_fa3, milliseconds, report
 from stairs.attention.attend import attend_written, cut
 from stairs.attention.devices import cutter_for, hopper_decode_lacks
+from stairs.attention.hopper import padded
 from stairs.attention.meta import AttnMeta, LayerKV
-from stairs.attention.tiles import HopperTile, hopper_candidates, hopper_tiles
+from stairs.attention.tiles import HopperTile, hopper_tiles
 
 HEADS = [(32, 8, 128), (32, 32, 128), (64, 8, 128), (9, 3, 64), (12, 12, 64), (32, 1, 128)]
 BATCHES = [(1, 1024), (1, 8192), (1, 32768), (8, 8192), (32, 2048), (32, 8192), (128, 1024),
@@ -42,9 +44,7 @@ def decode(
     """``num_new`` queries a sequence over shuffled pages, in a CUDA graph: microseconds, TB/s of
     K/V, and TB/s that a copy of 1 GiB reads and writes in the same run."""
     copied = copy_speed(repeats=repeats)
-    for shape in HEADS:
-        if heads and "/".join(map(str, shape)) not in heads:
-            continue
+    for shape in [tuple(map(int, each.split("/"))) for each in heads] or HEADS:
         for lengths in [*([context] * batch for batch, context in BATCHES), MIXED]:
             for block_size in block_sizes:
                 read = 4 * sum(lengths) * shape[1] * shape[2]
@@ -112,11 +112,23 @@ def decode_sides(
     return sides
 
 
+# (rows, keys, stages, programs an SM), by padded head_dim: what fits an SM
+SHAPES = {
+    64: [(16, 64, 3, 3), (16, 64, 2, 4), (16, 64, 4, 2), (16, 128, 3, 2), (64, 64, 3, 3),
+         (64, 64, 4, 2), (64, 128, 3, 2)],
+    128: [(16, 64, 3, 2), (16, 64, 2, 2), (16, 64, 6, 1), (16, 128, 3, 1), (64, 64, 3, 2),
+          (64, 64, 2, 2), (64, 64, 6, 1), (64, 128, 3, 1)],
+    256: [(16, 64, 3, 1), (16, 64, 2, 1), (64, 32, 6, 1), (64, 32, 4, 1), (64, 32, 3, 1)],
+}  # fmt: skip
+
+
 def swept_tiles(heads: tuple[int, int, int], num_new: int) -> list[HopperTile]:
-    """Every tile, each launched early too, and the first with other splits."""
-    tiles = hopper_candidates(heads[2], heads[0] // heads[1] * num_new)
-    others = [replace(tiles[0], min_keys=keys) for keys in (64, 256, 512)]
-    return [*tiles, *(replace(tile, is_chained=True) for tile in tiles), *others]
+    """Every shape that holds the rows, and ours launched late and with other splits."""
+    rows = heads[0] // heads[1] * num_new
+    tiles = [HopperTile(*shape) for shape in SHAPES[padded(heads[2])] if rows <= shape[0]]
+    ours = replace(hopper_tiles(heads[2], rows)[0], most_keys=math.inf)
+    others = [replace(ours, min_keys=keys) for keys in (64, 256, 512)]
+    return [*tiles, replace(ours, is_chained=False), *others]
 
 
 def told(tile: HopperTile) -> str:
@@ -134,7 +146,8 @@ def with_tiles(
     cutter = cutter_for(q.shape[1], kv_heads, head_dim, dtype=q.dtype, device=q.device)
     cutter = replace(cutter, tiles=(*tiles, cutter.tiles[-1]), fixed_keys=fixed_keys)
     num_q = meta.cu_q.diff().cpu().numpy().astype("int64")
-    return replace(meta, work=cutter(num_q, meta.kv_len.cpu().numpy().astype("int64")))
+    work = cutter(num_q, meta.kv_len.cpu().numpy().astype("int64"))
+    return replace(meta, work=work, batch_invariant=fixed_keys is not None)
 
 
 def paged(

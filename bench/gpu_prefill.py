@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -154,18 +154,23 @@ def fa3_ragged(fa3: Any, cell: Prefill, q: Tensor, k: Tensor, v: Tensor) -> Side
 def swept_sides(
     cell: Prefill, q: Tensor, k: Tensor, v: Tensor, *, fa3: Any
 ) -> dict[str, Side]:  # fmt: skip
-    """Every tile of the table, and the peers that come near it."""
+    """Our tiles, each with one thing changed, in both orders; and the peers that come near."""
     ends = ends_of(cell) if cell.is_ragged else None
 
-    def with_tile(tile: ForwardTile) -> Side:
+    def with_tile(tile: ForwardTile, *, in_rounds: bool) -> Side:
         return lambda: hopper_forward(
             q, k, v, cu_q=ends, cu_kv=ends, max_q=max(cell.lengths),
             scale=cell.head_dim**-0.5, causal=cell.causal, window=(-1, -1), softcap=0.0,
-            return_lse=False, tile=tile, num_sms=card_of(q.device).num_sms,
+            return_lse=False, tile=tile, num_sms=card_of(q.device).num_sms, in_rounds=in_rounds,
         )  # fmt: skip
 
-    tiles = forward_tiles(cell.head_dim, has_right_edge=cell.causal)
-    sides = {told_forward(tile): with_tile(tile) for tile in tiles}
+    ours = forward_tiles(cell.head_dim, has_right_edge=cell.causal)
+    tiles = dict.fromkeys(replace(each, dense_from=0) for tile in ours for each in varied(tile))
+    sides = {}
+    for tile in tiles:
+        for in_rounds in (False, True) if cell.causal and ends is None else (False,):
+            name = told_forward(tile) + (" in rounds" if in_rounds else "")
+            sides[name] = with_tile(tile, in_rounds=in_rounds)
     if fa3 is not None:
         sides["fa3"] = fa3_ragged(fa3, cell, q, k, v)
     if ends is None:
@@ -174,8 +179,16 @@ def swept_sides(
     return sides
 
 
+def varied(tile: ForwardTile) -> Iterator[ForwardTile]:
+    yield tile
+    yield replace(tile, turns=not tile.turns)
+    yield replace(tile, lazy=not tile.lazy)
+    yield replace(tile, spare=not tile.spare)
+    yield replace(tile, releases="mbarrier" if tile.releases == "hardware" else "hardware")
+
+
 def told_forward(tile: ForwardTile) -> str:
-    extras = [name for name in ("turns", "spare", "lazy", "rounds") if getattr(tile, name)]
+    extras = [name for name in ("turns", "spare", "lazy") if getattr(tile, name)]
     return " ".join([f"{tile.rows}x{tile.keys} stages {tile.stages}", tile.releases, *extras])
 
 

@@ -75,7 +75,7 @@ class ForwardBuild:
             f"forward D{self.head_dim} {self.dtype} keys{t.keys} x{t.stages}",
             f"consumers{t.consumers} {t.releases}",
         ]
-        told += [name for name in ("turns", "spare", "lazy", "rounds") if getattr(t, name)]
+        told += [name for name in ("turns", "spare", "lazy") if getattr(t, name)]
         told += [
             name for name in ("right", "left", "ragged", "cut", "capped", "lse")
             if getattr(self, name)

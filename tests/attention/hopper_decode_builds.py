@@ -12,7 +12,7 @@ from triton.backends.compiler import GPUTarget
 from triton.experimental.gluon._runtime import GluonASTSource
 
 from stairs.attention.hopper_decode import constants, decode_kernel
-from stairs.attention.tiles import HopperTile, hopper_candidates, hopper_tiles
+from stairs.attention.tiles import HopperTile, hopper_tiles
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 POINTERS = {"table": "i32", "entries": "i32", "starts": "i32", "partial_out": "fp32",
@@ -73,10 +73,3 @@ def chosen() -> Iterator[DecodeBuild]:
         for block_size in (8, 32, 64, 256):
             yield DecodeBuild(tile, 1, 128, block_size)
         yield DecodeBuild(replace(tile, is_chained=True), 8, 128, 16, "fp16", counting=True)
-
-
-def swept() -> Iterator[DecodeBuild]:
-    """What `bench/attention_gpu.py --sweep` tries."""
-    for head_dim, group in ((64, 3), (64, 1), (128, 4), (128, 32), (128, 1), (256, 4)):
-        for tile in hopper_candidates(head_dim, group):
-            yield DecodeBuild(tile, group, head_dim, 16)

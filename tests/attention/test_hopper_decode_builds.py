@@ -22,7 +22,7 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 
 from attention.gluon_builds import Assembled
-from attention.hopper_decode_builds import DecodeBuild, chosen, swept
+from attention.hopper_decode_builds import DecodeBuild, chosen
 from attention.ragged import make_ragged
 from stairs.attention import hopper_decode, triton_paged
 from stairs.attention.tiles import hopper_tiles
@@ -33,7 +33,7 @@ CHOSEN = list(chosen())
 FEW = [b for b in CHOSEN if b.head_dim in (64, 128) and b.block_size in (8, 16)]
 REST: list[DecodeBuild] = []
 if os.environ.get("STAIRS_ALL_KERNELS"):
-    REST = [b for b in dict.fromkeys((*CHOSEN, *swept())) if b not in FEW]
+    REST = [b for b in CHOSEN if b not in FEW]
 PRODUCTS = {16: ("mma.sync.aligned.m16n8k16", "ldmatrix"), 64: ("wgmma.mma_async",)}
 
 

@@ -143,7 +143,9 @@ def flash_attention_varlen(
     call = _checked_call(q, causal, scale, window, softcap, return_lse)
     _check_ends(cu_q, cu_kv, q.device)
     args = q[None], k[None], v[None]
-    choice = choose_flash(*args, causal=causal, max_q=max_q, window=window, backend=backend)
+    choice = choose_flash(
+        *args, causal=causal, max_q=max_q, window=window, backend=backend, is_ragged=True
+    )
     if explain:
         return choice
     if choice.implementation in ("triton", "hopper"):
@@ -156,7 +158,7 @@ def flash_attention_varlen(
 
 def choose_flash(
     q: Tensor, k: Tensor, v: Tensor, *, causal: bool, max_q: int,
-    window: tuple[int, int] = OPEN, backend: str = "auto",
+    window: tuple[int, int] = OPEN, backend: str = "auto", is_ragged: bool = False,
 ) -> Choice:  # fmt: skip
     """What runs such a call, q (B, S, H, D), k and v (B, S, G, D), with which tile, and why."""
     if q.device.type != "cuda":
@@ -168,7 +170,9 @@ def choose_flash(
         return choose_contiguous(
             backend=backend, device="cuda", triton_lacks=lacks, hopper_lacks=lacks
         )
-    hopper = forward_tile(q.shape[-1], causal=causal, window=window)
+    hopper = forward_tile(
+        q.shape[-1], causal=causal, window=window, dense_q=0 if is_ragged else max_q
+    )
     capability = divmod(card_of(q.device).capability, 10)
     problem = hopper_lacks(q, k, v, capability=capability, release=triton_release())
     if problem is None and hopper.measured is not None and backend == "auto":
@@ -232,7 +236,10 @@ def _on_gpu(
         if choice.implementation == "hopper":
             from stairs.attention.hopper_forward import hopper_forward  # Triton, only where used
 
-            rows = forward_tile(q.shape[-1], causal=call.causal, window=call.window)
+            rows = forward_tile(
+                q.shape[-1], causal=call.causal, window=call.window,
+                dense_q=max_q if cu_q is None else 0,
+            )  # fmt: skip
             return hopper_forward(
                 q, k, v, cu_q=cu_q, cu_kv=cu_kv, max_q=max_q, tile=rows, num_sms=card.num_sms,
                 **call._asdict(),

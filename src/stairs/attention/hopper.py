@@ -1,8 +1,7 @@
 """What the Hopper forward takes, and with which tile: data and pure functions, no torch here.
 
-No row of ``TILES`` has run on a card yet: ``measured`` is None, and ``auto`` takes only rows that
-have a figure. The first of each list is what an explicit call takes; ``bench/attention_gpu.py
---sweep`` times them all, so that one hour on a card can fill the column in and reorder the rows.
+Each tile came out best of those that ``bench/attention_gpu.py --prefill --sweep`` tries on an H200
+(bench/records/attention_gpu.jsonl); what lost, and by how much, is in docs/decisions.md.
 """
 
 from __future__ import annotations
@@ -14,7 +13,15 @@ from typing import TYPE_CHECKING, Literal
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = ["TILES", "ForwardTile", "forward_tile", "forward_tiles", "hopper_lacks", "padded"]
+__all__ = [
+    "TILES",
+    "ForwardTile",
+    "forward_tile",
+    "forward_tiles",
+    "hopper_lacks",
+    "is_in_rounds",
+    "padded",
+]
 
 Releases = Literal["mbarrier", "hardware"]
 FIRST_BARRIER, NUM_BARRIERS = 8, 16  # hardware barriers of a block; Triton's are the low ones
@@ -29,8 +36,8 @@ class ForwardTile:
     ``releases``: how a consumer gives a stage back, by an mbarrier, at which its four warps meet
     first, or by a hardware barrier. ``spare``: O leaves from memory of its own and not from Q's,
     so the next Q need not wait for it. ``lazy``: maxima follow only rises of more than 2**8, and
-    O is rescaled only then. ``rounds``: under a staircase rows are taken longest first over all
-    heads, there and back, and not in pairs of a long and a short tile of one head.
+    O is rescaled only then. ``dense_from``: sequences of a dense batch take it from so many queries
+    on; ragged and paged ones never do if that is not 0, and so have the same bits in any batch.
     """
 
     keys: int
@@ -41,8 +48,8 @@ class ForwardTile:
     releases: Releases = "mbarrier"
     spare: bool = False
     lazy: bool = False
-    rounds: bool = False
-    measured: float | None = None  # TFLOP/s on an H200 in bfloat16 at 8192 keys
+    dense_from: int = 0
+    measured: float | None = None  # TFLOP/s on an H200, bfloat16, 8192 keys, heads x D = 2048
 
     @property
     def rows(self) -> int:
@@ -62,67 +69,42 @@ def padded(head_dim: int) -> int:
     return max(64, 1 << (head_dim - 1).bit_length())
 
 
-# By padded head_dim and by whether rows end at a staircase (causal, or a window's right side). The
-# first is what came out best in a first sweep on an H200.
+# By padded head_dim and by whether rows end at a staircase (causal, or a window's right side).
 TILES: dict[tuple[int, bool], tuple[ForwardTile, ...]] = {
-    (64, False): (
-        ForwardTile(128, 2, 3, 160, releases="hardware", spare=True),
-        ForwardTile(128, 2, 3, 160, releases="hardware", spare=True, lazy=True),
-        ForwardTile(128, 2, 3, 160, spare=True),
-        ForwardTile(128, 3, 3, 160, turns=False, spare=True),
-    ),
+    (64, False): (ForwardTile(128, 2, 3, 160, releases="hardware", spare=True),),
     (64, True): (
         ForwardTile(128, 2, 2, 240, releases="hardware", spare=True),
-        ForwardTile(128, 2, 2, 240, releases="hardware", spare=True, rounds=True),
-        ForwardTile(128, 2, 3, 160, releases="hardware", spare=True),
-        ForwardTile(128, 2, 3, 160, releases="hardware", spare=True, rounds=True),
-        ForwardTile(128, 2, 3, 160, turns=False, releases="hardware", spare=True),
-        ForwardTile(128, 2, 3, 160, turns=False, releases="hardware", spare=True, rounds=True),
-        ForwardTile(128, 3, 2, 240, releases="hardware", spare=True, rounds=True),
+        ForwardTile(128, 2, 3, 160, releases="hardware", spare=True, dense_from=4096),
     ),
-    (128, False): (
-        ForwardTile(128, 2, 2, 240, releases="hardware", spare=True),
-        ForwardTile(128, 2, 2, 240, releases="hardware", spare=True, lazy=True),
-        ForwardTile(128, 2, 2, 240, turns=False, releases="hardware", spare=True),
-        ForwardTile(128, 2, 2, 240, turns=False, releases="hardware", spare=True, lazy=True),
-    ),
-    (128, True): (
-        ForwardTile(128, 2, 2, 240, releases="hardware", spare=True),
-        ForwardTile(128, 2, 2, 240, releases="hardware", spare=True, rounds=True),
-        ForwardTile(128, 2, 2, 240, releases="hardware", spare=True, lazy=True, rounds=True),
-        ForwardTile(128, 2, 2, 240, turns=False, releases="hardware", spare=True),
-        ForwardTile(128, 2, 2, 240, turns=False, releases="hardware", spare=True, rounds=True),
-        ForwardTile(128, 2, 2, 240, turns=False, releases="hardware", spare=True, lazy=True),
-        ForwardTile(128, 2, 2, 240, spare=True, rounds=True),
-    ),
+    (128, False): (ForwardTile(128, 2, 2, 240, turns=False, releases="hardware", spare=True),),
+    (128, True): (ForwardTile(128, 2, 2, 240, turns=False, releases="hardware", spare=True),),
     (256, False): (
-        ForwardTile(64, 2, 2, 240, turns=False),
-        ForwardTile(64, 2, 2, 240, turns=False, lazy=True),
-        ForwardTile(64, 2, 2, 240),
-        ForwardTile(64, 2, 2, 240, lazy=True),
         ForwardTile(64, 2, 2, 240, releases="hardware"),
-        ForwardTile(64, 2, 2, 240, turns=False, releases="hardware"),
+        ForwardTile(64, 2, 2, 240, lazy=True, dense_from=1),
     ),
-    (256, True): (
-        ForwardTile(64, 2, 2, 240),
-        ForwardTile(64, 2, 2, 240, lazy=True),
-        ForwardTile(64, 2, 2, 240, rounds=True),
-        ForwardTile(64, 2, 2, 240, lazy=True, rounds=True),
-        ForwardTile(64, 2, 2, 240, releases="hardware", rounds=True),
-        ForwardTile(64, 2, 2, 240, releases="hardware", lazy=True, rounds=True),
-        ForwardTile(64, 2, 2, 240, turns=False, releases="hardware", lazy=True, rounds=True),
-    ),
+    (256, True): (ForwardTile(64, 2, 2, 240, releases="hardware"),),
 }
 
 
 def forward_tiles(head_dim: int, *, has_right_edge: bool) -> tuple[ForwardTile, ...]:
-    """Candidates, the one to take first. No shape but head_dim decides, and so the same sequence
-    has the same bits alone and among others."""
+    """The tile of ragged and paged sequences, then those of longer and longer dense ones."""
     return TILES[padded(head_dim), has_right_edge]
 
 
-def forward_tile(head_dim: int, *, causal: bool, window: tuple[int, int]) -> ForwardTile:
-    return forward_tiles(head_dim, has_right_edge=causal or window[1] >= 0)[0]
+def forward_tile(
+    head_dim: int, *, causal: bool, window: tuple[int, int], dense_q: int = 0
+) -> ForwardTile:
+    """``dense_q``: queries of each sequence of a dense batch, 0 if it is ragged."""
+    tiles = forward_tiles(head_dim, has_right_edge=causal or window[1] >= 0)
+    return [tile for tile in tiles if tile.dense_from <= dense_q][-1]
+
+
+def is_in_rounds(*, num_heads: int, num_q: int, num_programs: int) -> bool:
+    """Whether dense tiles under a staircase are taken longest first over all ``num_heads`` of the
+    batch, there and back, which leaves no program idle at the end; otherwise in pairs of a long
+    and a short tile of one head, which keep fewer heads' K and V in use at a time. The former
+    loses where they come from memory for less than two programs each, and at 2048 queries."""
+    return num_q >= 4096 and 2 * num_heads <= num_programs
 
 
 def hopper_lacks(

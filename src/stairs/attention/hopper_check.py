@@ -47,7 +47,7 @@ def self_test(device: torch.device, head_dim: int, has_right_edge: bool) -> str 
 def what_is_wrong(
     forward: Forward, device: torch.device, rows: Iterable[tuple[int, bool]] = TILES
 ) -> str | None:
-    """Small calls of the tile that each of ``rows`` of the table takes, dense and ragged."""
+    """Small calls of the tiles in each of ``rows`` of the table, dense and ragged."""
     for tile, head_dim, rules in _cases(rows):
         told = f"D {head_dim}, {rules}, Triton {triton_release()}"
         generator = torch.Generator(device).manual_seed(head_dim)
@@ -70,9 +70,9 @@ def _cases(
     rows: Iterable[tuple[int, bool]],
 ) -> Iterator[tuple[ForwardTile, int, dict[str, Any]]]:
     for head_dim, has_right_edge in rows:
-        tile = TILES[head_dim, has_right_edge][0]
-        yield tile, head_dim, {"causal": has_right_edge, "window": (-1, -1)}
-        yield tile, head_dim, {"causal": has_right_edge, "window": (150, -1)}
+        for tile in TILES[head_dim, has_right_edge]:
+            yield tile, head_dim, {"causal": has_right_edge, "window": (-1, -1)}
+            yield tile, head_dim, {"causal": has_right_edge, "window": (150, -1)}
 
 
 def _error(

@@ -404,7 +404,8 @@ def attend_short(
 
     hopper_decode_lacks() has said that nothing is against it.
     """
-    merge_partials(work, *attend_entries(q, layer_kv, meta, work, scale=scale, out=out), out)
+    partial = attend_entries(q, layer_kv, meta, work, scale=scale, out=out)
+    merge_partials(work, *partial, out, batch_invariant=meta.batch_invariant)
 
 
 def attend_entries(

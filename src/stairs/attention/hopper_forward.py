@@ -38,7 +38,7 @@ from stairs.attention.gluon_api import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
-from stairs.attention.hopper import ForwardTile, padded
+from stairs.attention.hopper import ForwardTile, is_in_rounds, padded
 from stairs.attention.hopper_order import RECORD, order_tiles, stretches
 from stairs.attention.hopper_softmax import quads_layout, weights
 from stairs.attention.meta import AttnMeta, LayerKV, WorkList
@@ -561,14 +561,14 @@ def forward_kernel(
 
 def constants(
     tile: ForwardTile, *, head_dim: int, dtype: torch.dtype, is_ragged: bool, has_right: bool,
-    has_left: bool, is_cut: bool, is_capped: bool, returns_lse: bool, page: int = 0,
-    counting: bool = False,
+    has_left: bool, is_cut: bool, is_capped: bool, returns_lse: bool, in_rounds: bool = False,
+    page: int = 0, counting: bool = False,
 ) -> dict[str, int | str]:  # fmt: skip
     """What a launch compiles in. ``is_cut``: the last tile of keys may hold hidden ones;
     ``counting``: of causal rows over pages."""
     k_free, v_free = tile.free_barriers
     order = "pairs" if has_right else "alike"
-    if is_ragged or (has_right and tile.rounds):
+    if is_ragged or (has_right and in_rounds):
         order = "rounds"
     return {
         "BN": tile.keys,
@@ -597,13 +597,14 @@ def constants(
 def hopper_forward(
     q: Tensor, k: Tensor, v: Tensor, *, cu_q: Tensor | None, cu_kv: Tensor | None, max_q: int,
     scale: float, causal: bool, window: tuple[int, int], softcap: float, return_lse: bool,
-    tile: ForwardTile, num_sms: int = 132,
+    tile: ForwardTile, num_sms: int = 132, in_rounds: bool | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """q (B, Sq, H, D), k and v (B, Sk, G, D) dense; or ragged with B = 1 and the sequences' ends
     in cu_q and cu_kv, none longer than ``max_q``. LSE (B, H, Sq), or (1, H, Sq) ragged; empty
     unless asked for. ``window``: keys to the left and right, -1 for no bound.
 
     Only what ``hopper.hopper_lacks`` finds nothing against. Programs: one an SM at most.
+    ``in_rounds``: the order of a dense batch's tiles, ``is_in_rounds`` of its shape by default.
     """
     batch, num_q, heads, head_dim = q.shape
     num_kv, kv_heads = k.shape[1:3]
@@ -625,12 +626,14 @@ def hopper_forward(
         num_tiles = (num_q // tile.rows + len(cu_q) - 1) * heads
     if not num_tiles:
         return out, lse
+    programs = min(num_sms, num_tiles)
+    if in_rounds is None:
+        in_rounds = is_in_rounds(num_heads=batch * heads, num_q=num_q, num_programs=programs)
     fixed = constants(
         tile, head_dim=head_dim, dtype=q.dtype, is_ragged=cu_q is not None, has_right=has_right,
         has_left=has_left, is_cut=num_kv % tile.keys > 0, is_capped=softcap > 0,
-        returns_lse=return_lse,
+        returns_lse=return_lse, in_rounds=in_rounds,
     )  # fmt: skip
-    programs = min(num_sms, num_tiles)
     forward_kernel[(programs,)](
         _boxes(q, 64), _boxes(k, tile.keys), _boxes(v, tile.keys), _boxes(out, 64), out, lse,
         lse, tiles, tiles, tiles, tiles, (softcap or scale) * LOG2_E,
@@ -650,7 +653,7 @@ def attend_chunks(
     take is copied.
     """
     partial = attend_tiles(q, layer_kv, meta, work, scale=scale, out=out)
-    merge_partials(work, *partial, out)
+    merge_partials(work, *partial, out, batch_invariant=meta.batch_invariant)
 
 
 def attend_tiles(

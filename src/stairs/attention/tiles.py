@@ -5,7 +5,9 @@ A tile is (rows x keys) of scores; what it costs on chip is its K and V stages a
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
+from typing import TypeVar
 
 __all__ = [
     "CARDS",
@@ -14,12 +16,13 @@ __all__ = [
     "HopperTile",
     "TritonTile",
     "flash_tile",
-    "hopper_candidates",
+    "for_load",
     "hopper_tiles",
     "paged_tiles",
 ]
 
 KIB = 1024
+Tile = TypeVar("Tile")
 MAX_HEAD_DIM = 256  # of our kernels on a GPU
 
 
@@ -66,8 +69,9 @@ class HopperTile:
     num_stages: int
     per_sm: int
     min_keys: int = 128  # of a split, and what a merge costs: shorter ones do not pay for it
-    is_chained: bool = False  # it and the merge are launched early, and wait (programmatic)
-    measured: str | None = None  # the file of bench/records where it was the quickest
+    most_keys: float = math.inf  # of a step, an SM: with more, another of as many rows is quicker
+    is_chained: bool = True  # it and the merge are launched early, and wait (programmatic)
+    measured: str | None = "attention_gpu.jsonl"  # the file of bench/records, if it is
 
     @property
     def max_registers(self) -> int:
@@ -105,29 +109,38 @@ def paged_tiles(
 
 
 def hopper_tiles(head_dim: int, group: int) -> tuple[HopperTile, ...]:
-    """The tiles of sequences of up to 64 rows on sm_90, the fewest rows first.
+    """The tiles of sequences of up to 64 rows on sm_90, the fewest rows first; ``for_load`` takes
+    one of each number of rows.
 
-    None of them has run yet: chosen so that the rings of an SM's programs hold 144 to 192 KiB, of
-    which about 26 cover the memory's latency at full speed, and nothing spills.
+    The rings of an SM's programs hold 128 to 192 KiB, of which about 26 cover the memory's latency
+    at full speed. Measured on an H200 in bfloat16 over 6 head shapes x 10 batches
+    (`bench/attention_gpu.py --decode --sweep`, bench/records/attention_gpu.jsonl).
     """
+    # Of few keys most is latency: tiles of 128 take fewer turns, and fewer programs leave less to
+    # merge. Of many keys what counts is how many copies are under way.
+    tiles: tuple[HopperTile, ...]
     padded = _padded(head_dim)
-    shape = {64: (64, 3, 3), 128: (64, 3, 2), 256: (64, 3, 1)}[max(64, padded)]
-    wide = (32, 6, 1) if padded > 128 else shape
-    tiles = HopperTile(16, *shape), HopperTile(64, *wide)
-    return tiles if group <= 16 else tiles[1:]
+    if padded <= 64:
+        few = HopperTile(16, 128, 3, 2, most_keys=1000), HopperTile(64, 128, 3, 2, most_keys=1000)
+        tiles = few[0], HopperTile(16, 64, 3, 3), few[1], HopperTile(64, 64, 3, 3)
+    elif padded == 128:
+        few = HopperTile(16, 128, 3, 1, most_keys=2600), HopperTile(64, 128, 3, 1, most_keys=1500)
+        tiles = few[0], HopperTile(16, 64, 2, 2), few[1], HopperTile(64, 64, 2, 2)
+    else:
+        tiles = HopperTile(16, 64, 3, 1), HopperTile(64, 32, 6, 1)
+    return tiles if group <= 16 else tuple(tile for tile in tiles if tile.rows > 16)
 
 
-def hopper_candidates(head_dim: int, group: int) -> list[HopperTile]:
-    """Tiles that fit an SM, to be measured against each other: what `--sweep` tries."""
-    padded = _padded(head_dim)
-    shapes = {  # (rows, keys, stages, programs an SM)
-        64: [(16, 64, 3, 3), (16, 64, 2, 4), (16, 64, 4, 2), (16, 64, 6, 2), (16, 128, 3, 2),
-             (64, 64, 3, 3), (64, 64, 4, 3), (64, 128, 3, 2)],
-        128: [(16, 64, 3, 2), (16, 64, 2, 2), (16, 64, 6, 1), (16, 128, 3, 1),
-              (64, 64, 3, 2), (64, 64, 2, 2), (64, 32, 6, 2), (64, 64, 6, 1), (64, 128, 3, 1)],
-        256: [(16, 64, 3, 1), (16, 64, 2, 1), (64, 32, 6, 1)],
-    }[max(64, padded)]  # fmt: skip
-    return [HopperTile(*shape) for shape in shapes if group <= shape[0]]
+def for_load(tiles: tuple[Tile, ...], keys_per_sm: float) -> tuple[Tile, ...]:
+    """``tiles`` for a step of so many keys an SM, of all its kv heads."""
+    kept: list[Tile] = []
+    for tile in tiles:
+        if isinstance(tile, HopperTile):
+            same = kept and isinstance(kept[-1], HopperTile) and kept[-1].rows == tile.rows
+            if same or keys_per_sm > tile.most_keys:
+                continue
+        kept.append(tile)
+    return tuple(kept)
 
 
 def _tall(padded: int, card: Card) -> TritonTile:

@@ -159,6 +159,9 @@ def paged_kernel(
         tl.store(partial_lse + slot, lse, row < num_q * GROUP)
 
 
+MANY_ROWS = 1024  # of results to merge: from here on one program takes all columns of a row
+
+
 @triton.jit(do_not_specialize=["most_rows"])
 def merge_kernel(
     partial_out, partial_lse, merges, numbers, out, most_rows,
@@ -258,21 +261,36 @@ def attend_cut(
         PRECISION="ieee" if q.dtype == torch.float32 else "tf32", num_warps=tile.num_warps,
         num_stages=tile.num_stages,
     )  # fmt: skip
-    merge_partials(work, partial_out, partial_lse, out)
+    merge_partials(
+        work, partial_out, partial_lse, out, batch_invariant=meta.batch_invariant
+    )  # fmt: skip
 
 
-def merge_partials(work: WorkList, partial_out: Tensor, partial_lse: Tensor, out: Tensor) -> None:
-    """Join the parts of the rows of ``out`` (T, H, D) that were cut."""
+def merge_partials(
+    work: WorkList, partial_out: Tensor, partial_lse: Tensor, out: Tensor,
+    *, batch_invariant: bool,
+) -> None:  # fmt: skip
+    """Join the parts of the rows of ``out`` (T, H, D) that were cut; in an order that depends on
+    the row's own number of parts alone if ``batch_invariant``."""
     _, kv_heads, rows, head_dim = partial_out.shape
     num_merges = work.merges.shape[0]
     if not num_merges:
         return
     is_chained = isinstance(work.tile, HopperTile) and work.tile.is_chained
     head_block = max(16, triton.next_power_of_2(head_dim))
-    columns = min(head_block, 32)  # narrow, so that few rows still fill the card
-    merge_kernel[(num_merges * kv_heads * work.most_rows * (head_block // columns),)](
+    num_rows = num_merges * kv_heads * work.most_rows
+    if num_rows < MANY_ROWS or batch_invariant:
+        columns, num_warps = min(head_block, 32), 2  # narrow, so that few rows still fill the card
+    else:
+        columns, num_warps = min(head_block, 128), 1
+    parts = 16
+    if work.most_partials > 16 and not batch_invariant:
+        parts = 64
+    elif work.most_partials <= 4 and num_warps == 1:
+        parts = 4
+    merge_kernel[(num_rows * (head_block // columns),)](
         partial_out, partial_lse, work.merges, work.numbers, out, work.most_rows,
         GROUP=out.shape[1] // kv_heads, KV_HEADS=kv_heads, D=head_dim, BD=head_block, BM=rows,
-        PARTS=16 if work.most_partials <= 16 else 64, COLUMNS=columns, CHAINED=is_chained,
-        num_warps=2, launch_pdl=is_chained,
+        PARTS=parts, COLUMNS=columns, CHAINED=is_chained, num_warps=num_warps,
+        launch_pdl=is_chained,
     )  # fmt: skip

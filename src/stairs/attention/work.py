@@ -13,6 +13,7 @@ programs past the numbers in ``Cut.numbers`` do nothing.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -23,7 +24,7 @@ from numpy.typing import NDArray
 from stairs.attention.hopper import ForwardTile
 from stairs.attention.meta import WorkList
 from stairs.attention.shares import dealt, pieces
-from stairs.attention.tiles import HopperTile, TritonTile
+from stairs.attention.tiles import HopperTile, TritonTile, for_load
 from stairs.attention.workspace import PagedTile, num_places
 
 __all__ = [
@@ -258,6 +259,8 @@ def cut_step(
     """The step's sequences, each in the first of ``tiles`` that holds its rows, or in pieces in
     the last; lists that would be empty are left out."""
     tokens = np.cumsum(num_q) - num_q
+    is_fixed = fixed_keys is not None
+    tiles = for_load(tiles, math.inf if is_fixed else int(num_kv.sum()) * kv_heads / num_sms)
     chosen = _chosen(num_q, group, tiles)
     cuts = []
     for index, tile in enumerate(tiles):
