@@ -18,11 +18,11 @@ from attention.dense import attention_float64
 from attention.gluon_simulator import load
 from attention.ragged import Ragged, make_ragged
 from attention.test_hopper_decode import merged
-from stairs.attention import hopper_forward  # the real ones first, then the simulated
-from stairs.attention.attend import write_kv
+from stairs.attention import hopper_decode, hopper_forward, triton_paged  # real ones first
+from stairs.attention.attend import attend_paged, write_kv
 from stairs.attention.choose import Tile
 from stairs.attention.flash import choose_contiguous, flash_attention
-from stairs.attention.hopper import TILES, ForwardTile, forward_tile, hopper_lacks
+from stairs.attention.hopper import ForwardTile, forward_tile, hopper_lacks
 from stairs.attention.hopper_check import what_is_wrong
 from stairs.attention.hopper_decode import box_layout
 from stairs.attention.meta import AttnMeta
@@ -357,29 +357,39 @@ def test_queries_of_a_fused_projection_over_pages() -> None:
         assert torch.equal(chunks(batch, SMALL), expected), (width, start)
 
 
-def test_a_step_of_all_kinds() -> None:
+def test_a_step_of_all_kinds(monkeypatch: pytest.MonkeyPatch) -> None:
     """Decodes, a few queries and chunks in one step: each list by its kernel, each row once."""
     lengths = [(1, 90), (70, 200), (0, 9), (16, 77), (17, 33), (128, 300), (1, 1)]
     batch = make_ragged(lengths, num_heads=8, kv_heads=2, dtype=torch.float16)
     write_kv(batch.k, batch.v, batch.layer_kv, batch.meta)
     num_q, num_kv = (np.array([pair[i] for pair in lengths]) for i in (0, 1))
-    short, wide = HopperTile(16, 64, 2, per_sm=1), HopperTile(64, 32, 3, per_sm=1)
-    tiles = (short, wide, TritonTile(128, 64, 8, 3), SMALL)
-    cuts = cut_step(num_q, num_kv, group=4, kv_heads=2, tiles=tiles, num_sms=16)
-    lists = upload(cuts, torch.device("cpu"))
-    assert [work.tile for work in lists] == list(tiles)
+    tiles = (HopperTile(16, 64, 2, per_sm=1), HopperTile(64, 32, 3, per_sm=1),
+             TritonTile(128, 64, 8, 3), SMALL)  # fmt: skip
+    work = upload(
+        cut_step(num_q, num_kv, group=4, kv_heads=2, tiles=tiles, num_sms=16), torch.device("cpu")
+    )
+    assert [each.tile for each in work] == list(tiles)
+    exact = batch.expected()
+    plain = batch.rows(4)  # 68 rows of 17 queries: that kernel is tested in Triton's interpreter
+
+    def merging(parts: Any) -> Any:
+        def attend(q: Tensor, layer_kv: Any, meta: Any, work: Any, *, scale: float, out: Tensor,
+                   ) -> None:  # fmt: skip
+            merged(work, parts(q, layer_kv, meta, work, scale=scale, out=out), out)
+
+        return attend
+
+    def attend_cut(*args: Any, out: Tensor, **options: Any) -> None:
+        assert args[3].entries[: int(args[3].numbers[0]), 7].unique().tolist() == [4]
+        out[plain] = exact[plain].half()
+
+    decode = load("hopper_decode").attend_entries
+    monkeypatch.setattr(hopper_decode, "attend_short", merging(decode))
+    monkeypatch.setattr(hopper_forward, "attend_chunks", merging(simulated(0).attend_tiles))
+    monkeypatch.setattr(triton_paged, "attend_cut", attend_cut)
     out = torch.full_like(batch.q, torch.nan)
-    call = batch.q, batch.layer_kv, batch.meta
-    for work in lists:
-        if isinstance(work.tile, HopperTile):
-            decode = load("hopper_decode")
-            merged(work, decode.attend_entries(*call, work, scale=0.125, out=out), out)
-        elif isinstance(work.tile, ForwardTile):
-            merged(work, simulated(0).attend_tiles(*call, work, scale=0.125, out=out), out)
-    plain = batch.rows(4)  # 68 rows of 17 queries: tested in Triton's interpreter
-    assert out[plain].isnan().all()
-    out[plain] = batch.expected()[plain].half()
-    assert (out.double() - batch.expected()).abs().max() <= 3e-3
+    attend_paged(batch.q, batch.layer_kv, replace(batch.meta, work=work), scale=0.125, out=out)
+    assert (out.double() - exact).abs().max() <= 3e-3
 
 
 def test_pages_of_wide_heads_and_ids_outside_the_pool() -> None:
@@ -435,10 +445,9 @@ def test_what_it_lacks() -> None:
 
 
 def test_auto_waits_for_a_measurement() -> None:
-    assert not any(tile.measured for tiles in TILES.values() for tile in tiles)
     facts = {"device": "cuda", "hopper_tile": Tile(128, 128)}
-    today = choose_contiguous(backend="auto", **facts)
-    assert today.implementation == "triton" and "not measured yet" in today.reason
+    unknown = choose_contiguous(backend="auto", **facts)
+    assert unknown.implementation == "triton" and "not measured yet" in unknown.reason
     assert choose_contiguous(backend="hopper", **facts).implementation == "hopper"
     taken = choose_contiguous(backend="auto", hopper_tflops=700.0, **facts)
     assert taken.implementation == "hopper" and taken.tile == Tile(128, 128)
