@@ -25,23 +25,26 @@ PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest
 # A process of its own: Triton's interpreter replaces its compiler for all of it.
 INTERPRETED := TRITON_INTERPRET=1 $(PYTEST) tests/attention/test_interpreted.py
 
+# Dealt one by one to both processes, not a file to each: a kernel takes seconds to compile.
 BUILDS := tests/attention/test_gluon_builds.py tests/attention/test_hopper_decode_builds.py
+OTHERS := $(addprefix --ignore=,$(BUILDS))
 
 test: .venv/.dev
-	$(PYTEST) -n 2 --dist loadscope $(TESTS)
+	$(PYTEST) -n 2 --dist loadscope $(or $(TESTS),$(OTHERS))
+	$(if $(TESTS),,$(PYTEST) -n 2 $(BUILDS))
 	$(if $(TESTS),,$(INTERPRETED))
 
 test-kernels: .venv/.dev
 	STAIRS_ALL_KERNELS=1 $(BIN)/python -m pytest -n auto $(BUILDS) tests/attention/test_kernel_builds.py
 
 test-newest: .venv/.newest
-	PYTHONPATH=.venv/newest $(PYTEST) -k "representative or served" $(BUILDS)
+	PYTHONPATH=.venv/newest $(PYTEST) -n 2 -k test_build $(BUILDS)
 
 test-gpu: .venv/.dev
 	$(BIN)/python bench/gpu_tests.py
 
 coverage: .venv/.dev
-	$(PYTEST) -n 2 --dist loadscope --cov --cov-report= --cov-fail-under=0
+	$(PYTEST) -n 2 --dist loadscope $(OTHERS) --cov --cov-report= --cov-fail-under=0
 	$(INTERPRETED) --cov --cov-append
 
 check: .venv/.dev

@@ -1,11 +1,14 @@
-"""Every Gluon kernel in every configuration that is launched or swept, built without a card."""
+"""Every Gluon kernel in every configuration that a call can ask for, built without a card."""
 
 from __future__ import annotations
 
+import contextlib
+import io
+import itertools
 import re
 import subprocess
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
@@ -13,10 +16,11 @@ from typing import Any, Protocol
 
 import torch
 import triton
+from triton import knobs
 from triton.backends.compiler import GPUTarget
 from triton.experimental.gluon._runtime import GluonASTSource
 
-from stairs.attention.hopper import TILES, ForwardTile
+from stairs.attention.hopper import TILES, ForwardTile, forward_tile, is_in_rounds
 from stairs.attention.hopper_forward import (
     BOXES,
     PAGES,
@@ -30,8 +34,19 @@ DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 BOX_ROWS = {"q": 64, "o": 64}  # of the others: the tile's keys
 POINTERS = {"lse": "fp32", "partial_out": "fp32", "number": "i32", "tiles": "i32", "table": "i32",
             "counts": "i64", "cu_q": "i32", "cu_kv": "i32"}  # fmt: skip
+PAGE_SIZES = (8, 16, 32, 64, 128, 192, 256)
 SHARED_LIMIT = 227 * 1024
 IS_36 = triton.__version__.startswith("3.6.")
+# Bytes that a forward kernel spills, by padded head_dim, consumers, and whether rows are ragged.
+# Ragged sizes, once a tile of rows, do not all fit beside O's 128 registers of a thread (D 256),
+# nor beside 64 of scores where three consumers have 160; nor a softcap beside a window (D 256).
+SPILLS: dict[tuple[int, int, bool], int] = {
+    (64, 3, True): 16, (256, 2, True): 20, (256, 2, False): 44,
+}  # fmt: skip
+# Triton 3.9 asks its ptxas for --regAllocOptLevel=2; at D 256 two instructions are in a loop.
+if not IS_36:
+    SPILLS = {(64, 3, True): 324, (64, 3, False): 8, (256, 2, True): 672, (256, 2, False): 72}
+SPILLED_IN_LOOPS = 0 if IS_36 else 2
 
 
 class Build(Protocol):
@@ -65,6 +80,7 @@ class ForwardBuild:
     capped: bool = False
     lse: bool = True
     dtype: str = "bf16"
+    rounds: bool = False
     page: int = 0
     counting: bool = False
 
@@ -77,7 +93,7 @@ class ForwardBuild:
         ]
         told += [name for name in ("turns", "spare", "lazy") if getattr(t, name)]
         told += [
-            name for name in ("right", "left", "ragged", "cut", "capped", "lse")
+            name for name in ("right", "left", "ragged", "rounds", "cut", "capped", "lse")
             if getattr(self, name)
         ]  # fmt: skip
         if self.page:
@@ -88,7 +104,7 @@ class ForwardBuild:
         fixed = constants(
             self.tile, head_dim=self.head_dim, dtype=DTYPES[self.dtype], is_ragged=self.ragged,
             has_right=self.right, has_left=self.left, is_cut=self.cut, is_capped=self.capped,
-            returns_lse=self.lse, page=self.page, counting=self.counting,
+            returns_lse=self.lse, in_rounds=self.rounds, page=self.page, counting=self.counting,
         )  # fmt: skip
         types = {"out": "*" + self.dtype, "scale": "fp32", "inner": "fp32"}
         types |= {name: "*" + kind for name, kind in POINTERS.items()}
@@ -103,48 +119,59 @@ class ForwardBuild:
 
 @dataclass(frozen=True)
 class OrderBuild:
-    tile: ForwardTile
+    rows: int
+    keys: int
     right: bool
     left: bool
 
     @property
     def name(self) -> str:
-        edges = f"right={self.right} left={self.left}"
-        return f"order rows{self.tile.rows} keys{self.tile.keys} {edges}"
+        return f"order rows{self.rows} keys{self.keys} right={self.right} left={self.left}"
 
     def compile(self) -> Any:
-        fixed = {"BM": self.tile.rows, "BN": self.tile.keys, "RIGHT": self.right,
-                 "LEFT": self.left}  # fmt: skip
-        return compiled(order_kernel, fixed, {name: "*" + POINTERS[name] for name in
-                                              ("cu_q", "cu_kv", "tiles")})  # fmt: skip
+        fixed = {"BM": self.rows, "BN": self.keys, "RIGHT": self.right, "LEFT": self.left}
+        types = {name: "*" + POINTERS[name] for name in ("cu_q", "cu_kv", "tiles")}
+        return compiled(order_kernel, fixed, types)
 
 
-def chosen() -> Iterator[Build]:
-    """What a call runs that names no tile."""
-    for (head_dim, right), tiles in TILES.items():
-        tile = tiles[0]
-        if not right:
-            yield ForwardBuild(tile, head_dim, right, cut=False)
+def served() -> Iterator[Build]:
+    """Everything that a call runs which names no tile, in bfloat16. In float16, whose code differs
+    in the names of types alone, a causal row; kernels over pages have no other options."""
+    for (head_dim, right), (tile, *_) in TILES.items():
+        for left, capped, lse in itertools.product((False, True), repeat=3):
+            options = {"left": left, "capped": capped, "lse": lse}
+            yield ForwardBuild(tile, head_dim, right, ragged=True, **options)
+            for dense, in_rounds in _dense(head_dim, right):
+                yield ForwardBuild(dense, head_dim, right, rounds=in_rounds, **options)
+                if not right and not left:
+                    yield ForwardBuild(dense, head_dim, right, cut=False, **options)
         for left in (False, True):
-            yield OrderBuild(tile, right, left)
-            for ragged in (False, True):
-                for capped in (False, True):
-                    yield ForwardBuild(tile, head_dim, right, left, ragged, capped=capped)
-        yield ForwardBuild(tile, head_dim, right, ragged=True, dtype="fp16")
-        yield ForwardBuild(tile, head_dim, right, lse=False, dtype="fp16")
-        for page in (16, 64, 48, 256) if right else ():
-            for counting in (False, True):
+            yield OrderBuild(tile.rows, tile.keys, right, left)
+        for ragged in (False, True) if (head_dim, right) == (128, True) else ():
+            yield ForwardBuild(tile, head_dim, right, ragged=ragged, dtype="fp16")
+        for page in PAGE_SIZES if right else ():
+            for counting in (False, True) if page == 16 else (False,):
                 yield ForwardBuild(
                     tile, head_dim, right, ragged=True, lse=False, page=page, counting=counting
                 )
 
 
-def swept() -> Iterator[Build]:
-    """What `bench/attention_gpu.py --sweep` times beside it."""
-    for (head_dim, right), tiles in TILES.items():
-        for tile in tiles[1:]:
-            yield ForwardBuild(tile, head_dim, right, cut=right, lse=False)
-            yield ForwardBuild(tile, head_dim, right, ragged=True, lse=False)
+def _dense(head_dim: int, right: bool) -> Iterable[tuple[ForwardTile, bool]]:
+    """The tiles and orders that dense batches of some shape take."""
+    found = {}
+    for num_q, num_heads in itertools.product((1, 512, 2048, 4096, 65536), (1, 66, 4096)):
+        tile = forward_tile(head_dim, causal=right, window=(-1, -1), dense_q=num_q)
+        in_rounds = is_in_rounds(num_heads=num_heads, num_q=num_q, num_programs=132)
+        found[tile, right and in_rounds] = None
+    return found
+
+
+def in_brief(build: Build) -> bool:
+    """Each kernel of ``served`` with none of its options and with all, and over pages of two sizes:
+    what there is time for under a second Triton."""
+    if not isinstance(build, ForwardBuild):
+        return True
+    return build.page in (16, 256) if build.page else build.left == build.capped == build.lse
 
 
 @dataclass
@@ -170,36 +197,42 @@ HOPPER_DRIVER = SimpleNamespace(
 
 @dataclass(frozen=True)
 class Assembled:
-    """What Triton's ptxas makes of a kernel's PTX."""
+    """What Triton's ptxas made of a kernel."""
 
     spilled: int  # bytes, stored
     spilled_in_loops: int  # instructions that store or load them in a loop of products
     is_serial: bool  # the products of one warpgroup wait for each other
     register_splits: frozenset[int]  # what setmaxnreg asks for
-    loops: tuple[int, ...]  # instructions of each innermost loop of products
 
     @classmethod
-    def of(cls, kernel: Any) -> Assembled:
-        tools = Path(triton.__file__).parent / "backends/nvidia/bin"
-        with tempfile.TemporaryDirectory() as folder:
-            ptx, cubin = (Path(folder) / name for name in ("kernel.ptx", "kernel.cubin"))
-            ptx.write_text(kernel.asm["ptx"])
-            ptxas = tools / ("ptxas" if IS_36 else "ptxas-blackwell")  # whichever Triton takes
-            log = _run(ptxas, "-arch=sm_90a", "-v", ptx, "-o", cubin)
-            code = _run(tools / "nvdisasm", "-c", cubin)
-        loops = list(_loops(code))
+    def of(cls, kernel: Any, log: str) -> Assembled:
+        spilled = sum(int(found) for found in re.findall(r"(\d+) bytes spill stores", log))
+        in_loops = [line for loop in _loops(_listing(kernel)) for line in loop] if spilled else []
         return cls(
-            sum(int(found) for found in re.findall(r"(\d+) bytes spill stores", log)),
-            sum(line.startswith(("STL", "LDL")) for loop in loops for line in loop),
+            spilled,
+            sum(line.startswith(("STL", "LDL")) for line in in_loops),
             any(code in log for code in ("C7508", "C7510", "C7512")) or "serialized" in log,
             frozenset(int(n) for n in re.findall(r"setmaxnreg\S*\s+(\d+)", kernel.asm["ptx"])),
-            tuple(len(loop) for loop in loops),
         )
 
 
-def _run(*command: Any) -> str:
-    done = subprocess.run(command, capture_output=True, text=True, check=True)
-    return done.stdout + done.stderr
+def assembled(build: Build) -> tuple[Any, Assembled]:
+    """The kernel, built anew, as Triton's cache has no log; and what the log says."""
+    log = io.StringIO()
+    with knobs.compilation.scope(), knobs.nvidia.scope(), contextlib.redirect_stdout(log):
+        knobs.compilation.always_compile = knobs.nvidia.dump_ptxas_log = True
+        kernel = build.compile()
+    assert "Compiling entry function" in log.getvalue()
+    return kernel, Assembled.of(kernel, log.getvalue())
+
+
+def _listing(kernel: Any) -> str:
+    nvdisasm = Path(triton.__file__).parent / "backends/nvidia/bin/nvdisasm"
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(kernel.asm["cubin"])
+        file.flush()
+        listed = subprocess.run([nvdisasm, "-c", file.name], capture_output=True, check=True)
+    return listed.stdout.decode()
 
 
 def _loops(code: str) -> Iterator[list[str]]:

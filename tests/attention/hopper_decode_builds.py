@@ -1,9 +1,9 @@
-"""The Hopper decode kernel in every configuration that is chosen or swept, built without a card."""
+"""The Hopper decode kernel in every configuration that is served, built without a card."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -11,7 +11,10 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.experimental.gluon._runtime import GluonASTSource
 
+from attention.gluon_builds import PAGE_SIZES
+from stairs.attention.devices import hopper_decode_lacks
 from stairs.attention.hopper_decode import constants, decode_kernel
+from stairs.attention.meta import LayerKV
 from stairs.attention.tiles import HopperTile, hopper_tiles
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
@@ -63,13 +66,24 @@ class DecodeBuild:
         return triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
 
 
-def chosen() -> Iterator[DecodeBuild]:
-    """What hopper_tiles gives: each tile once, with the pages that are served and the odd ones."""
-    for head_dim in (64, 80, 128, 192, 256):
-        for group in (4, 32):
-            for tile in hopper_tiles(head_dim, group):
-                yield DecodeBuild(tile, group, head_dim, 16)
-    for tile in hopper_tiles(128, 4):
-        for block_size in (8, 32, 64, 256):
-            yield DecodeBuild(tile, 1, 128, block_size)
-        yield DecodeBuild(replace(tile, is_chained=True), 8, 128, 16, "fp16", counting=True)
+def served() -> Iterator[DecodeBuild]:
+    """Each tile over pages of every size that the kernel takes, then with what else is compiled in:
+    groups, head dimensions that are padded, float16, and counting."""
+    for head_dim, padded in ((64, ()), (128, (80, 96)), (256, (192,))):
+        for tile in hopper_tiles(head_dim, 1):
+            group = 4 if tile.rows == 16 else 32
+            for block_size in PAGE_SIZES:
+                if _takes(head_dim, block_size):
+                    yield DecodeBuild(tile, group, head_dim, block_size)
+            yield DecodeBuild(tile, 1, head_dim, 16, "fp16")
+            yield DecodeBuild(tile, group, head_dim, 16, counting=True)
+            for odd in padded:
+                yield DecodeBuild(tile, group, odd, 16)
+
+
+def _takes(head_dim: int, block_size: int) -> bool:
+    page = torch.empty((1, 1, block_size, head_dim), dtype=torch.bfloat16, device="meta")
+    lacks = hopper_decode_lacks(
+        LayerKV(page, page), dtype=torch.bfloat16, num_heads=1, capability=(9, 0)
+    )
+    return lacks is None
