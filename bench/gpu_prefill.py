@@ -24,10 +24,11 @@ HEAD_DIMS = (64, 128, 256)
 TOKENS = 16384
 LENGTHS = (512, 1024, 2048, 4096, 8192, 16384, 32768)
 FEW_LENGTHS = (512, 2048, 8192)
+FLEX_LENGTH = 8192
 IN_GRAPH = 4  # calls a graph: what begins and ends it weighs less
 RAGGED = (1, 8192, 3, 17, 1500, 64, 128, 2500, 300, 700, 33, 1024, 900, 511, 511)  # 16384 in all
 CHUNK = 512  # prompt tokens of a step
-CHUNK_HEADS = [(32, 8, 128), (9, 3, 64)]
+CHUNK_HEADS = [(32, 8, 128), (32, 1, 128), (9, 3, 64)]
 CONTEXTS = (512, 2048, 8192, 32768)
 
 
@@ -133,7 +134,7 @@ def peers(cell: Prefill, q: Tensor, k: Tensor, v: Tensor, *, fa3: Any) -> dict[s
     ):  # fmt: skip
         sides[name] = in_backend(backend, rows, causal=cell.causal)
     length = q.shape[1]
-    if length in FEW_LENGTHS and cell.heads == cell.kv_heads:  # it compiles for seconds
+    if length == FLEX_LENGTH and cell.heads == cell.kv_heads:  # it compiles for seconds
         make, mask = flex_attention.create_block_mask, None
         if cell.causal:
             mask = make(lambda b, h, i, j: j <= i, None, None, length, length)

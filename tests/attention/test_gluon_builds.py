@@ -38,7 +38,8 @@ from attention.gluon_builds import (
 )
 from attention.ragged import make_ragged
 from stairs.attention import hopper_forward, hopper_order
-from stairs.attention.hopper import TILES, forward_tile
+from stairs.attention.hopper import TILES, forward_tile, padded
+from stairs.attention.hopper_forward import has_loader
 from stairs.attention.work import cut_step, upload
 
 ATTENTION = Path(hopper_forward.__file__).parent
@@ -57,9 +58,11 @@ def test_build(build: Build) -> None:
     may_spill = 0
     if isinstance(build, ForwardBuild):
         tile = build.tile
-        total = 504 if tile.consumers == 2 else 512  # of a thread's in each warpgroup, in eights
-        producer = total - tile.consumers * tile.registers
-        assert {tile.registers, producer} <= found.register_splits
+        registers, total = tile.registers, 504 if tile.consumers == 2 else 512
+        if has_loader(build.page, tile.keys, padded(build.head_dim), tile.consumers):
+            registers, total = registers - 8, 512 - 24
+        # Of a thread's in each warpgroup, in eights.
+        assert {registers, total - tile.consumers * registers} <= found.register_splits
         may_spill = SPILLS.get((build.head_dim, tile.consumers, build.ragged), 0)
     assert found.spilled <= may_spill
     assert found.spilled_in_loops <= SPILLED_IN_LOOPS
@@ -85,7 +88,8 @@ def test_no_inner_loop_begins_at_a_bare_name(file: Path) -> None:
             continue
         for outer in (node for node in ast.walk(function) if isinstance(node, ast.For)):
             for node in (node for child in outer.body for node in ast.walk(child)):
-                if isinstance(node, ast.For) and isinstance(node.iter, ast.Call):
+                if isinstance(node, ast.For) and ast.unparse(node.iter).startswith("range("):
+                    assert isinstance(node.iter, ast.Call)
                     start, *rest = node.iter.args
                     told = f"{function.name}: {ast.unparse(node.iter)}"
                     assert not (rest and isinstance(start, ast.Name)), told

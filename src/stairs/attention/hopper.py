@@ -71,19 +71,25 @@ def padded(head_dim: int) -> int:
 
 # By padded head_dim and by whether rows end at a staircase (causal, or a window's right side).
 TILES: dict[tuple[int, bool], tuple[ForwardTile, ...]] = {
-    (64, False): (ForwardTile(128, 2, 3, 160, releases="hardware", spare=True),),
+    (64, False): (ForwardTile(128, 2, 3, 160, releases="hardware", spare=True, measured=528),),
     (64, True): (
-        ForwardTile(128, 2, 2, 240, releases="hardware", spare=True),
-        ForwardTile(128, 2, 3, 160, releases="hardware", spare=True, dense_from=4096),
+        ForwardTile(128, 2, 2, 240, releases="hardware", spare=True, measured=433),
+        ForwardTile(
+            128, 2, 3, 160, releases="hardware", spare=True, dense_from=4096, measured=485
+        ),
     ),
-    (128, False): (ForwardTile(128, 2, 2, 240, turns=False, releases="hardware", spare=True),),
-    (128, True): (ForwardTile(128, 2, 2, 240, turns=False, releases="hardware", spare=True),),
+    (128, False): (
+        ForwardTile(128, 2, 2, 240, turns=False, releases="hardware", spare=True, measured=662),
+    ),
+    (128, True): (
+        ForwardTile(128, 2, 2, 240, turns=False, releases="hardware", spare=True, measured=631),
+    ),
     (256, False): (
-        ForwardTile(64, 2, 2, 240, releases="hardware"),
-        ForwardTile(64, 2, 2, 240, lazy=True, dense_from=1),
+        ForwardTile(64, 2, 2, 240, releases="hardware", measured=665),
+        ForwardTile(64, 2, 2, 240, lazy=True, dense_from=1, measured=691),
     ),
-    (256, True): (ForwardTile(64, 2, 2, 240, releases="hardware"),),
-}
+    (256, True): (ForwardTile(64, 2, 2, 240, releases="hardware", measured=679),),
+}  # fmt: skip
 
 
 def forward_tiles(head_dim: int, *, has_right_edge: bool) -> tuple[ForwardTile, ...]:

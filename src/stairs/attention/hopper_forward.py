@@ -73,8 +73,18 @@ def turn(consumer, consumers):
 
 
 @gluon.constexpr_function
-def all_threads(consumers):
-    return str(128 * (consumers + 1))
+def has_loader(page, keys, head_block, consumers):
+    """Whether one warp loads K and V and others Q: where tiles come in so many boxes that four
+    warps, which meet before each, would be too slow, and where registers suffice for a fourth
+    partition."""
+    small = page > 0 and keys // box_keys(page, keys) > 2
+    return small and head_block <= 128 and consumers == 2
+
+
+@gluon.constexpr_function
+def all_threads(consumers, loader):
+    """Of the consumers and of what loads K and V."""
+    return str(128 * consumers + (32 if loader else 128))
 
 
 @gluon.constexpr_function
@@ -91,20 +101,20 @@ def advanced(stage, phase, STAGES: gl.constexpr):
 
 
 @gluon.jit
-def acquire(empty, stage, phase, barrier: gl.constexpr, CONSUMERS: gl.constexpr):
+def acquire(empty, stage, phase, barrier: gl.constexpr, THREADS: gl.constexpr):
     """The producer waits until every consumer has released ``stage``. A hardware barrier (from
     number ``barrier`` on, unless that is 0) spares consumers the meeting of their four warps that
     an mbarrier's one arrival a partition takes."""
     if barrier:
-        numbered_sync(barrier + stage, all_threads(CONSUMERS))
+        numbered_sync(barrier + stage, THREADS)
     else:
         mbarrier.wait(empty.index(stage), phase ^ 1)
 
 
 @gluon.jit
-def release(empty, stage, barrier: gl.constexpr, CONSUMERS: gl.constexpr):
+def release(empty, stage, barrier: gl.constexpr, THREADS: gl.constexpr):
     if barrier:
-        numbered_arrive(barrier + stage, all_threads(CONSUMERS))
+        numbered_arrive(barrier + stage, THREADS)
     else:
         mbarrier.arrive(empty.index(stage), count=1)
 
@@ -173,15 +183,49 @@ def load_keys(
         table, table_stride, num_blocks, kv_heads = pool
         PART: gl.constexpr = box_keys(PAGE, BN)
         places = table + sequence.to(gl.int64) * table_stride
-        for part in gl.static_range(BN // PART):
-            key = j * BN + part * PART
-            page = gl.load(places + gl.minimum(key, gl.maximum(keys - 1, 0)) // PAGE)
-            page = gl.minimum(gl.maximum(page, 0), num_blocks - 1)
-            row = (page * kv_heads + kv_head) * PAGE + key % PAGE
-            row = gl.where(key < keys, row, num_blocks * kv_heads * PAGE)
-            load_box(source, [row, 0], full, tile.slice(part * PART, PART, 0))
+        # Ids of a few parts at a time: their loads are under way together.
+        SOME: gl.constexpr = 4 if BN // PART > 4 else BN // PART
+        for begin in gl.static_range(0, BN // PART, SOME):
+            rows = ()
+            for part in gl.static_range(begin, begin + SOME):
+                key = j * BN + part * PART
+                page = gl.load(places + gl.minimum(key, gl.maximum(keys - 1, 0)) // PAGE)
+                page = gl.minimum(gl.maximum(page, 0), num_blocks - 1)
+                row = (page * kv_heads + kv_head) * PAGE + key % PAGE
+                outside = num_blocks * kv_heads * PAGE
+                rows += (gl.where(key < keys, row, outside),)  # type: ignore[assignment]
+            for part in gl.static_range(begin, begin + SOME):
+                load_box(source, [rows[part - begin], 0], full, tile.slice(part * PART, PART, 0))
     else:
         load_box(source, [box, kv_head, first_kv + j * BN, 0], full, tile)
+
+
+@gluon.jit
+def load_q(q, memory, barriers, box, head, row, phase, BD: gl.constexpr, CONSUMERS: gl.constexpr):
+    q_tiles, k_tiles, v_tiles, o_tiles = memory
+    q_full, q_empty, k_full, k_empty, v_full, v_empty, clean = barriers
+    for c in gl.static_range(CONSUMERS):
+        mbarrier.wait(q_empty.index(c), phase ^ 1)
+        mbarrier.expect(q_full.index(c), 64 * BD * 2)
+        load_box(q, [box, head, row + c * 64, 0], q_full.index(c), q_tiles.index(c))
+
+
+@gluon.jit
+def load_queries(q, memory, barriers, problem, BD: gl.constexpr, CONSUMERS: gl.constexpr,
+                 PAGE: gl.constexpr, RAGGED: gl.constexpr, ORDER: gl.constexpr):  # fmt: skip
+    """Q alone, where a warp beside it loads K and V."""
+    (number, tiles, num_q, num_kv, left, right, heads, group, row_tiles, num_tiles,
+     programs) = problem  # fmt: skip
+    if RAGGED:
+        num_tiles = gl.load(number) * heads
+    phase = 0
+    for r in range(num_rounds(num_tiles, programs, ORDER)):
+        box, head, row0, first_q, rows, first_kv, keys, sequence, entry = locate(
+            r, tiles, num_q, num_kv, heads, row_tiles, num_tiles, programs, 64 * CONSUMERS, RAGGED,
+            PAGE, ORDER,
+        )  # fmt: skip
+        load_q(q, memory, barriers, box, head, first_q + row0, phase, BD, CONSUMERS)
+        phase ^= 1
 
 
 @gluon.jit
@@ -196,6 +240,7 @@ def producer(
     (number, tiles, num_q, num_kv, left, right, heads, group, row_tiles, num_tiles,
      programs) = problem  # fmt: skip
     BM: gl.constexpr = 64 * CONSUMERS
+    THREADS: gl.constexpr = all_threads(CONSUMERS, has_loader(PAGE, BN, BD, CONSUMERS))
     if RAGGED:
         num_tiles = gl.load(number) * heads
     stage = 0
@@ -210,26 +255,23 @@ def producer(
             first, clear, full, end = cut_by(entry, first, clear, full, end, BN)
         kv_head = head // group
         # Before Q, whose memory may be on its way out with the last tile's result.
-        acquire(k_empty, stage, phase, K_FREE, CONSUMERS)
+        acquire(k_empty, stage, phase, K_FREE, THREADS)
         load_keys(k, k_tiles.index(stage), k_full.index(stage), box, kv_head, first_kv, end - 1,
                   keys, sequence, pool, BN, BD, PAGE)  # fmt: skip
-        for c in gl.static_range(CONSUMERS):
-            mbarrier.wait(q_empty.index(c), q_phase ^ 1)
-            mbarrier.expect(q_full.index(c), 64 * BD * 2)
-            load_box(q, [box, head, first_q + row0 + c * 64, 0], q_full.index(c),
-                     q_tiles.index(c))  # fmt: skip
+        if not has_loader(PAGE, BN, BD, CONSUMERS):
+            load_q(q, memory, barriers, box, head, first_q + row0, q_phase, BD, CONSUMERS)
         q_phase ^= 1
         # K is a tile ahead of V, in the order in which they are used.
         for j in range(end - 2, first - 1, -1):
             next_stage, next_phase = advanced(stage, phase, STAGES)
-            acquire(k_empty, next_stage, next_phase, K_FREE, CONSUMERS)
+            acquire(k_empty, next_stage, next_phase, K_FREE, THREADS)
             load_keys(k, k_tiles.index(next_stage), k_full.index(next_stage), box, kv_head,
                       first_kv, j, keys, sequence, pool, BN, BD, PAGE)  # fmt: skip
-            acquire(v_empty, stage, phase, V_FREE, CONSUMERS)
+            acquire(v_empty, stage, phase, V_FREE, THREADS)
             load_keys(v, v_tiles.index(stage), v_full.index(stage), box, kv_head, first_kv,
                       j + 1, keys, sequence, pool, BN, BD, PAGE)  # fmt: skip
             stage, phase = next_stage, next_phase
-        acquire(v_empty, stage, phase, V_FREE, CONSUMERS)
+        acquire(v_empty, stage, phase, V_FREE, THREADS)
         load_keys(v, v_tiles.index(stage), v_full.index(stage), box, kv_head, first_kv, first,
                   keys, sequence, pool, BN, BD, PAGE)  # fmt: skip
         stage, phase = advanced(stage, phase, STAGES)
@@ -241,7 +283,8 @@ def step(
     MASKED: gl.constexpr, RIGHT: gl.constexpr, LEFT: gl.constexpr, CAPPED: gl.constexpr,
     LAZY: gl.constexpr, BN: gl.constexpr, BD: gl.constexpr, STAGES: gl.constexpr,
     CONSUMERS: gl.constexpr, TURNS: gl.constexpr, K_FREE: gl.constexpr, V_FREE: gl.constexpr,
-    DTYPE: gl.constexpr, S_LAYOUT: gl.constexpr, O_LAYOUT: gl.constexpr, QUADS: gl.constexpr,
+    THREADS: gl.constexpr, DTYPE: gl.constexpr, S_LAYOUT: gl.constexpr, O_LAYOUT: gl.constexpr,
+    QUADS: gl.constexpr,
 ):  # fmt: skip
     """Scores of tile j, the last tile's weights times its values, then the weights of tile j.
 
@@ -264,14 +307,14 @@ def step(
     if TURNS:
         named_arrive(turn(c + 1, CONSUMERS), "256")
     s = warpgroup_mma_wait(1, deps=[scores])
-    release(k_empty, next_stage, K_FREE, CONSUMERS)
+    release(k_empty, next_stage, K_FREE, THREADS)
     s, m, keep, sums = weights(
         s, m, j, edges, scale, inner, BN, MASKED, RIGHT, LEFT, CAPPED, LAZY, S_LAYOUT, QUADS
     )
     kept = gl.convert_layout(keep, gl.SliceLayout(1, SUMS), assert_trivial=True)
     l = l * kept[:, None] + sums
     acc = warpgroup_mma_wait(0, deps=[product])
-    release(v_empty, stage, V_FREE, CONSUMERS)
+    release(v_empty, stage, V_FREE, THREADS)
     w = pack_pairs(s, 64, BN, DTYPE)
     keep = gl.convert_layout(keep, gl.SliceLayout(1, O_LAYOUT))
     if LAZY:
@@ -332,6 +375,7 @@ def consumer(
      programs) = problem  # fmt: skip
     DTYPE: gl.constexpr = gl.bfloat16 if BFLOAT else gl.float16
     BM: gl.constexpr = 64 * CONSUMERS
+    THREADS: gl.constexpr = all_threads(CONSUMERS, has_loader(PAGE, BN, BD, CONSUMERS))
     S_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BN, 16])
     O_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BD, 16])
     ROWS: gl.constexpr = gl.SliceLayout(1, S_LAYOUT)
@@ -346,8 +390,8 @@ def consumer(
         named_arrive(turn(0, CONSUMERS), "256")
     if K_FREE:
         for i in range(STAGES):  # all stages are free
-            numbered_arrive(K_FREE + i, all_threads(CONSUMERS))
-            numbered_arrive(V_FREE + i, all_threads(CONSUMERS))
+            numbered_arrive(K_FREE + i, THREADS)
+            numbered_arrive(V_FREE + i, THREADS)
     for r in range(num_rounds(num_tiles, programs, ORDER)):
         box, head, row0, first_q, rows, first_kv, keys, sequence, entry = locate(
             r, tiles, num_q, num_kv, heads, row_tiles, num_tiles, programs, BM, RAGGED, PAGE, ORDER
@@ -370,7 +414,7 @@ def consumer(
             q, k_tiles.index(stage).permute([1, 0]), zero, use_acc=False, is_async=True
         )
         s = warpgroup_mma_wait(0, deps=[scores])
-        release(k_empty, stage, K_FREE, CONSUMERS)
+        release(k_empty, stage, K_FREE, THREADS)
         m = gl.full([64], float("-inf"), gl.float32, ROWS)
         s, m, keep, l = weights(
             s, m, end - 1, edges, scale, inner, BN, CUT, RIGHT, LEFT, CAPPED, LAZY, S_LAYOUT,
@@ -391,20 +435,20 @@ def consumer(
                 w, acc, m, l, stage, phase = step(
                     q, memory, barriers, w, acc, m, l, stage, phase, j, edges, scale,
                     inner, c, True, RIGHT, LEFT, CAPPED, LAZY, BN, BD, STAGES, CONSUMERS, TURNS,
-                    K_FREE, V_FREE, DTYPE, S_LAYOUT, O_LAYOUT, QUADS,
+                    K_FREE, V_FREE, THREADS, DTYPE, S_LAYOUT, O_LAYOUT, QUADS,
                 )  # fmt: skip
         for j in range(gl.minimum(full, end - 1) - 1, clear - 1, -1):
             w, acc, m, l, stage, phase = step(
                 q, memory, barriers, w, acc, m, l, stage, phase, j, edges, scale, inner,
                 c, False, RIGHT, LEFT, CAPPED, LAZY, BN, BD, STAGES, CONSUMERS, TURNS, K_FREE,
-                V_FREE, DTYPE, S_LAYOUT, O_LAYOUT, QUADS,
+                V_FREE, THREADS, DTYPE, S_LAYOUT, O_LAYOUT, QUADS,
             )  # fmt: skip
         if LEFT:
             for j in range(gl.minimum(clear, end - 1) - 1, first - 1, -1):
                 w, acc, m, l, stage, phase = step(
                     q, memory, barriers, w, acc, m, l, stage, phase, j, edges, scale,
                     inner, c, True, RIGHT, LEFT, CAPPED, LAZY, BN, BD, STAGES, CONSUMERS, TURNS,
-                    K_FREE, V_FREE, DTYPE, S_LAYOUT, O_LAYOUT, QUADS,
+                    K_FREE, V_FREE, THREADS, DTYPE, S_LAYOUT, O_LAYOUT, QUADS,
                 )  # fmt: skip
         if SPARE:
             mbarrier.arrive(q_empty.index(c), count=1)
@@ -417,7 +461,7 @@ def consumer(
         # Rounded to nearest: Triton's own division may be two units off.
         inverse = gl.div_rn(gl.full([64], 1.0, gl.float32, ROWS), total)
         acc = warpgroup_mma_wait(0, deps=[product])
-        release(v_empty, stage, V_FREE, CONSUMERS)
+        release(v_empty, stage, V_FREE, THREADS)
         stage, phase = advanced(stage, phase, STAGES)
         result = acc * gl.convert_layout(inverse, gl.SliceLayout(1, O_LAYOUT))[:, None]
         row = row0 + c * 64 + gl.arange(0, 64, ROWS)
@@ -519,7 +563,25 @@ def forward_kernel(
     C0: gl.constexpr = 0
     C1: gl.constexpr = 1
     C2: gl.constexpr = 2
-    if CONSUMERS == 2:
+    if has_loader(PAGE, BN, BD, CONSUMERS):
+        gl.warp_specialize(
+            [
+                (load_queries, (q, memory, barriers, problem, BD, CONSUMERS, PAGE, RAGGED, ORDER)),
+                (consumer, (o, out, lse, partial_out, counts, memory, barriers, problem, scale,
+                            inner, head_dim, total_q, C0, BN, BD, STAGES, CONSUMERS, TURNS, K_FREE,
+                            V_FREE, SPARE, LAZY, RAGGED, PAGE, ORDER, RIGHT, LEFT, CUT, CAPPED,
+                            LSE, BFLOAT, COUNTING)),
+                (consumer, (o, out, lse, partial_out, counts, memory, barriers, problem, scale,
+                            inner, head_dim, total_q, C1, BN, BD, STAGES, CONSUMERS, TURNS, K_FREE,
+                            V_FREE, SPARE, LAZY, RAGGED, PAGE, ORDER, RIGHT, LEFT, CUT, CAPPED,
+                            LSE, BFLOAT, COUNTING)),
+                (producer, (q, k, v, memory, barriers, problem, pool, BN, BD, STAGES, PAGE,
+                            CONSUMERS, K_FREE, V_FREE, RAGGED, ORDER, RIGHT, LEFT)),
+            ],
+            [4, 4, 1],
+            [REGISTERS - 8, REGISTERS - 8, 24],
+        )  # fmt: skip
+    elif CONSUMERS == 2:
         gl.warp_specialize(
             [
                 (producer, (q, k, v, memory, barriers, problem, pool, BN, BD, STAGES, PAGE,
