@@ -1,8 +1,9 @@
-"""Our GPU kernels on a GPU: the numerics rule on hostile inputs, replays, repeated bits."""
+"""Plain Triton's kernels on a GPU: the numerics rule on hostile inputs, replays, repeated bits."""
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 
 import numpy as np
 import pytest
@@ -12,9 +13,9 @@ from torch import Tensor
 
 from attention.dense import attention_float64
 from attention.ragged import Ragged, fresh, make_ragged
+from stairs.attention import flash
 from stairs.attention.attend import attend, attend_paged, cut
 from stairs.attention.devices import card_of, cutter_for
-from stairs.attention.flash import flash_attention, flash_attention_varlen
 from stairs.attention.meta import AttnMeta, LayerKV
 from stairs.attention.triton_paged import write_pages
 from stairs.attention.work import cut_step, upload
@@ -24,6 +25,8 @@ pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU"),
 ]
 GPU = torch.device("cuda")
+flash_attention = functools.partial(flash.flash_attention, backend="triton")
+flash_attention_varlen = functools.partial(flash.flash_attention_varlen, backend="triton")
 STEP = [(1, 300), (113, 203), (0, 7), (1, 1), (3, 3), (5, 64), (15, 700), (16, 33), (130, 130),
         (1, 5000), (128, 2000)]  # fmt: skip
 DTYPES = [torch.bfloat16, torch.float16, torch.float32]
@@ -192,8 +195,9 @@ def test_alone_and_among_others_with_fixed_splits() -> None:
         cuts = cut_step(num_q, num_kv, group=4, kv_heads=8, tiles=cutter.tiles,
                         num_sms=cutter.num_sms, fixed_keys=1024)  # fmt: skip
         meta = dataclasses.replace(
-            batch.meta, block_table=batch.meta.block_table[chosen], work=upload(cuts, GPU)
-        )
+            batch.meta, block_table=batch.meta.block_table[chosen], work=upload(cuts, GPU),
+            batch_invariant=True,
+        )  # fmt: skip
         attend_paged(q, batch.layer_kv, meta, scale=0.1, out=out)
         return out
 
@@ -368,14 +372,14 @@ def test_empty(num_q: int, num_kv: int, batch: int) -> None:
 
 def test_gradients_still_come() -> None:
     q, k, v = (x.requires_grad_() for x in dense(40, 60, torch.float32))
-    out = flash_attention(q, k, v, causal=True)
+    out = flash.flash_attention(q, k, v, causal=True)
     ours = torch.autograd.grad(out.sum(), (q, k, v))
     theirs = torch.autograd.grad(attention_float64(q, k, v, causal=True)[0].sum(), (q, k, v))
     for a, b in zip(ours, theirs, strict=True):
         torch.testing.assert_close(a, b.float(), rtol=1e-3, atol=1e-4)
-    assert flash_attention(q, k, v, explain=True).implementation == "online"
+    assert flash.flash_attention(q, k, v, explain=True).implementation == "online"
     with torch.no_grad():
-        assert flash_attention(q, k, v, explain=True).implementation == "triton"
+        assert flash.flash_attention(q, k, v, explain=True).implementation == "triton"
 
 
 def test_the_card_is_known() -> None:

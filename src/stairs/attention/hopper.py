@@ -1,7 +1,8 @@
 """What the Hopper forward takes, and with which tile: data and pure functions, no torch here.
 
 Each tile came out best of those that ``bench/attention_gpu.py --prefill --sweep`` tries on an H200
-(bench/records/attention_gpu.jsonl); what lost, and by how much, is in docs/decisions.md.
+(bench/records/attention_gpu_sweep.jsonl; figures of the final run, attention_gpu.jsonl, where the
+tile ran at 8192 keys); what lost, and by how much, is in docs/decisions.md.
 """
 
 from __future__ import annotations
@@ -71,24 +72,24 @@ def padded(head_dim: int) -> int:
 
 # By padded head_dim and by whether rows end at a staircase (causal, or a window's right side).
 TILES: dict[tuple[int, bool], tuple[ForwardTile, ...]] = {
-    (64, False): (ForwardTile(128, 2, 3, 160, releases="hardware", spare=True, measured=528),),
+    (64, False): (ForwardTile(128, 2, 3, 160, releases="hardware", spare=True, measured=581),),
     (64, True): (
         ForwardTile(128, 2, 2, 240, releases="hardware", spare=True, measured=433),
         ForwardTile(
-            128, 2, 3, 160, releases="hardware", spare=True, dense_from=4096, measured=485
+            128, 2, 3, 160, releases="hardware", spare=True, dense_from=4096, measured=507
         ),
     ),
     (128, False): (
-        ForwardTile(128, 2, 2, 240, turns=False, releases="hardware", spare=True, measured=662),
+        ForwardTile(128, 2, 2, 240, turns=False, releases="hardware", spare=True, measured=745),
     ),
     (128, True): (
-        ForwardTile(128, 2, 2, 240, turns=False, releases="hardware", spare=True, measured=631),
+        ForwardTile(128, 2, 2, 240, turns=False, releases="hardware", spare=True, measured=684),
     ),
     (256, False): (
         ForwardTile(64, 2, 2, 240, releases="hardware", measured=665),
-        ForwardTile(64, 2, 2, 240, lazy=True, dense_from=1, measured=691),
+        ForwardTile(64, 2, 2, 240, lazy=True, dense_from=1, measured=785),
     ),
-    (256, True): (ForwardTile(64, 2, 2, 240, releases="hardware", measured=679),),
+    (256, True): (ForwardTile(64, 2, 2, 240, releases="hardware", measured=748),),
 }  # fmt: skip
 
 

@@ -6,7 +6,7 @@ A tile is (rows x keys) of scores; what it costs on chip is its K and V stages a
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TypeVar
 
 __all__ = [
@@ -71,7 +71,7 @@ class HopperTile:
     min_keys: int = 128  # of a split, and what a merge costs: shorter ones do not pay for it
     most_keys: float = math.inf  # of a step, an SM: with more, another of as many rows is quicker
     is_chained: bool = True  # it and the merge are launched early, and wait (programmatic)
-    measured: str | None = "attention_gpu.jsonl"  # the file of bench/records, if it is
+    measured: str | None = None  # the file of bench/records where it was the quickest
 
     @property
     def max_registers(self) -> int:
@@ -112,9 +112,9 @@ def hopper_tiles(head_dim: int, group: int) -> tuple[HopperTile, ...]:
     """The tiles of sequences of up to 64 rows on sm_90, the fewest rows first; ``for_load`` takes
     one of each number of rows.
 
-    The rings of an SM's programs hold 128 to 192 KiB, of which about 26 cover the memory's latency
+    The rings of an SM's programs hold 96 to 192 KiB, of which about 26 cover the memory's latency
     at full speed. Measured on an H200 in bfloat16 over 6 head shapes x 10 batches
-    (`bench/attention_gpu.py --decode --sweep`, bench/records/attention_gpu.jsonl).
+    (`bench/attention_gpu.py --decode --sweep`, bench/records/attention_gpu_sweep.jsonl).
     """
     # Of few keys most is latency: tiles of 128 take fewer turns, and fewer programs leave less to
     # merge. Of many keys what counts is how many copies are under way.
@@ -127,8 +127,12 @@ def hopper_tiles(head_dim: int, group: int) -> tuple[HopperTile, ...]:
         few = HopperTile(16, 128, 3, 1, most_keys=2600), HopperTile(64, 128, 3, 1, most_keys=1500)
         tiles = few[0], HopperTile(16, 64, 2, 2), few[1], HopperTile(64, 64, 2, 2)
     else:
-        tiles = HopperTile(16, 64, 3, 1), HopperTile(64, 32, 6, 1)
-    return tiles if group <= 16 else tuple(tile for tile in tiles if tile.rows > 16)
+        tiles = HopperTile(16, 64, 2, 1), HopperTile(64, 32, 3, 1)
+    return tuple(
+        replace(tile, measured="attention_gpu_sweep.jsonl")
+        for tile in tiles
+        if group <= 16 or tile.rows > 16
+    )
 
 
 def for_load(tiles: tuple[Tile, ...], keys_per_sm: float) -> tuple[Tile, ...]:
