@@ -103,7 +103,7 @@ def test_a_right_kernel_is_right_in_every_order() -> None:
     [
         ("overwrites", "copy to it is under way|may still read it|arrivals"),
         ("bytes", "deadlock"),
-        ("reads early", "copy to it is under way|may still read it"),
+        ("reads early", "copy to it is under way|may still read it|deadlock"),
         ("uses early", "before warpgroup_mma_wait"),
         ("releases early", "may still read it"),
         ("never releases", "deadlock"),
