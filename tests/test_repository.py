@@ -27,7 +27,7 @@ MODULES = sorted(
     if path.name != "__init__.py"
 )
 DOCS = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
-KERNELS = re.compile(r"/((\w+_)?cpu|triton_\w+|hopper_\w+)\.py$")
+KERNELS = re.compile(r"/((\w+_)?cpu|triton_\w+|hopper_(kernel|decode))\.py$")
 
 TORCH_FREE_ROOMS = ("accounting", "planner", "text")
 TORCH_FREE = [

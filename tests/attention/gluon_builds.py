@@ -21,13 +21,9 @@ from triton.backends.compiler import GPUTarget
 from triton.experimental.gluon._runtime import GluonASTSource
 
 from stairs.attention.hopper import TILES, ForwardTile, forward_tile, is_in_rounds
-from stairs.attention.hopper_forward import (
-    BOXES,
-    PAGES,
-    box_keys,
-    constants,
-    forward_kernel,
-)
+from stairs.attention.hopper_boxes import BOXES, PAGES, box_keys
+from stairs.attention.hopper_forward import constants
+from stairs.attention.hopper_kernel import forward_kernel
 from stairs.attention.hopper_order import order_kernel
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}

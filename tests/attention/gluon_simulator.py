@@ -1,23 +1,23 @@
 """Gluon kernels on a CPU: Triton's interpreter cannot run them, nor a compiler check a protocol.
 
-``load("hopper_forward")`` is that kernel module with this file for its ``gluon_api``. Partitions
-run as threads, one at a time, in an order drawn from a seed; copies by the copy engine land, and
-products read their operands, as late as the protocol allows or as early. Found: wrong values,
-deadlocks, memory read or written while a copy or product still uses it, ordinary stores that no
-fence showed to the copy engine, accumulators used before their wait, boxes and pointers outside.
-Not modelled: layouts (registers of a warp), banks, clusters, more than one program at a time.
+``load("hopper_forward")`` is that module over kernels that have this file for their ``gluon_api``.
+Partitions run as threads, one at a time, in an order drawn from a seed; copies by the copy engine
+land, and products read their operands, as late as the protocol allows or as early. Found: wrong
+values, deadlocks, memory read or written while a copy or product still uses it, ordinary stores
+that no fence showed to the copy engine, accumulators used before their wait, boxes and pointers
+outside. Not modelled: layouts (registers of a warp), banks, clusters, more than one program at a
+time.
 """
 
 from __future__ import annotations
 
-import importlib.util
+import importlib
 import inspect
 import itertools
 import random
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from pathlib import Path
 from types import FunctionType, ModuleType, SimpleNamespace
 from typing import Any
 
@@ -296,28 +296,36 @@ def stand_in() -> Any:
     return module
 
 
+KERNELS = "stairs.attention.hopper_"  # modules whose kernels run here
+
+
 @contextmanager
-def _in_place_of(name: str, module: ModuleType) -> Iterator[None]:
-    before = sys.modules.get(name)
-    sys.modules[name] = module
+def _simulated() -> Iterator[None]:
+    """Modules of kernels are imported anew, on top of the stand-in; the real ones come back."""
+    door = "stairs.attention.gluon_api"
+    package = vars(stairs.attention)
+
+    def set_aside() -> dict[str, ModuleType]:
+        found = {name: module for name, module in sys.modules.items() if name.startswith(KERNELS)}
+        found |= {door: sys.modules[door]} if door in sys.modules else {}
+        for name in found:
+            del sys.modules[name]
+            package.pop(name.rpartition(".")[2], None)
+        return found
+
+    real = set_aside()
+    sys.modules[door] = stand_in()
     try:
         yield
     finally:
-        if before is None:
-            del sys.modules[name]
-        else:
-            sys.modules[name] = before
+        set_aside()
+        sys.modules.update(real)
+        package.update({name.rpartition(".")[2]: module for name, module in real.items()})
 
 
 def load(name: str, *, seed: int = 0) -> Any:
-    """The module ``stairs.attention.<name>``, whose kernels run here; orders are drawn from
-    ``seed`` on."""
+    """The module ``stairs.attention.<name>``, whose kernels and those that it takes from others run
+    here; orders are drawn from ``seed`` on."""
     _seed[0] = seed
-    [folder] = stairs.attention.__path__
-    spec = importlib.util.spec_from_file_location(f"simulated_{name}", Path(folder) / f"{name}.py")
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module  # where dataclasses look their annotations up
-    with _in_place_of("stairs.attention.gluon_api", stand_in()):
-        spec.loader.exec_module(module)
-    return module
+    with _simulated():
+        return importlib.import_module(f"stairs.attention.{name}")

@@ -37,9 +37,9 @@ from attention.gluon_builds import (
     served,
 )
 from attention.ragged import make_ragged
-from stairs.attention import hopper_forward, hopper_order
+from stairs.attention import hopper_chunks, hopper_forward, hopper_order
 from stairs.attention.hopper import TILES, forward_tile, padded
-from stairs.attention.hopper_forward import has_loader
+from stairs.attention.hopper_load import has_loader
 from stairs.attention.work import cut_step, upload
 
 ATTENTION = Path(hopper_forward.__file__).parent
@@ -134,8 +134,8 @@ def test_chunks_compile_from_their_own_arguments_and_once(
 ) -> None:
     """Whatever the step's lengths, and whether keys are cut or not."""
     monkeypatch.setattr(driver, "_active", HOPPER_DRIVER)
-    forward = Compiled(hopper_forward.forward_kernel)
-    monkeypatch.setattr(hopper_forward, "forward_kernel", forward)
+    forward = Compiled(hopper_chunks.forward_kernel)
+    monkeypatch.setattr(hopper_chunks, "forward_kernel", forward)
     tile = forward_tile(64, causal=True, window=(-1, -1))
     num_parts = []
     for step in ([(128, 128)], [(65, 4097), (128, 3000), (400, 400)], [(512, 32)] * 16):
@@ -146,7 +146,7 @@ def test_chunks_compile_from_their_own_arguments_and_once(
         (work,) = upload(cuts, torch.device("cpu"))
         meta = replace(batch.meta, counting=counting)
         out = torch.empty_like(batch.q)
-        parts, _ = hopper_forward.attend_tiles(
+        parts, _ = hopper_chunks.attend_tiles(
             batch.q, batch.layer_kv, meta, work, scale=0.1, out=out
         )
         num_parts.append(len(parts))

@@ -12,7 +12,6 @@ pytest.importorskip("triton")
 
 from attention.gluon_simulator import load
 from attention.test_hopper_decode import merged
-from attention.test_hopper_forward import simulated
 from stairs.attention.hopper import ForwardTile
 from stairs.attention.hopper_decode_check import what_is_wrong
 from stairs.attention.meta import AttnMeta, LayerKV, WorkList
@@ -21,7 +20,8 @@ CPU = torch.device("cpu")
 
 
 def test_the_self_test_passes_and_tells_what_is_wrong() -> None:
-    decode, chunks = load("hopper_decode").attend_entries, simulated(5).attend_tiles
+    decode = load("hopper_decode").attend_entries
+    chunks = load("hopper_chunks", seed=5).attend_tiles
 
     def attend(q: Tensor, layer_kv: LayerKV, meta: AttnMeta, work: WorkList, out: Tensor) -> None:
         parts = chunks if isinstance(work.tile, ForwardTile) else decode

@@ -19,7 +19,7 @@ if os.environ.get("TRITON_INTERPRET") != "1":
 from attention.dense import attention_float64
 from attention.gluon_simulator import load
 from attention.ragged import Ragged, make_ragged
-from attention.test_hopper_forward import simulated
+from stairs.attention import triton_paged
 from stairs.attention.attend import attend_paged
 from stairs.attention.hopper import ForwardTile
 from stairs.attention.meta import AttnMeta
@@ -111,6 +111,21 @@ def test_alone_and_among_others_bit_for_bit() -> None:
     assert torch.equal(run(alone, fixed_keys=64, num_sms=100), together[rows])
 
 
+@pytest.mark.parametrize("num_parts", [3, 9, 20])
+def test_few_and_many_rows_to_merge(num_parts: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By part of the columns or all of them, and a few parts at a time; where bits must not depend
+    on the batch they do not depend on how many rows it merges."""
+    batch = make_ragged([(1, 16 * num_parts), (2, 16 * num_parts - 3)], head_dim=100)
+    invariant = dataclasses.replace(
+        batch, meta=dataclasses.replace(batch.meta, batch_invariant=True)
+    )
+    few, same = run(batch, fixed_keys=16), run(invariant, fixed_keys=16)
+    monkeypatch.setattr(triton_paged, "MANY_ROWS", 1)
+    assert_right(few, batch)
+    assert_right(run(batch, fixed_keys=16), batch)
+    assert torch.equal(run(invariant, fixed_keys=16), same)
+
+
 def test_the_merge_of_hopper_s_partial_results() -> None:
     """The Gluon kernel in its simulator, the merge in Triton's interpreter."""
     batch = make_ragged([(1, 300), (3, 200), (1, 5)], num_heads=8, dtype=torch.float16)
@@ -140,7 +155,8 @@ def test_the_merge_of_parts_of_chunks() -> None:
     assert len(cut.merges) and (cut.entries[:, 6] < 0).any()
     (work,) = upload([dataclasses.replace(cut, num_programs=5)], batch.q.device)
     out = torch.empty_like(batch.q)
-    simulated(0).attend_chunks(batch.q, batch.layer_kv, batch.meta, work, scale=0.125, out=out)
+    attend_chunks = load("hopper_chunks").attend_chunks
+    attend_chunks(batch.q, batch.layer_kv, batch.meta, work, scale=0.125, out=out)
     assert_right(out, batch)
 
 

@@ -22,7 +22,7 @@ LIST: dict[tuple[str, str], tuple[str, ...]] = {
     ("attend", "triton"): ("test_on_gpu.test_a_mixed_step", "test_interpreted.test_a_mixed_step"),
     ("attend", "hopper"): (
         "test_hopper_decode_on_gpu.test_a_mixed_step", "test_hopper_decode.test_numerics",
-        "test_hopper_on_gpu.test_chunks_over_pages", "test_hopper_forward.test_pages",
+        "test_hopper_on_gpu.test_chunks_over_pages", "test_hopper_chunks.test_pages",
     ),
     ("flash_attention", "cpu"): ("test_flash.test_every_rule",),
     ("flash_attention", "online"): ("test_flash.test_every_rule",),

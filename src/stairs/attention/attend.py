@@ -90,7 +90,7 @@ def attend_paged(
 
             attend_short(q, layer_kv, meta, work, scale=scale, out=out)
         else:
-            from stairs.attention.hopper_forward import attend_chunks
+            from stairs.attention.hopper_chunks import attend_chunks
 
             attend_chunks(q, layer_kv, meta, work, scale=scale, out=out)
 

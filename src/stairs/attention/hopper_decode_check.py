@@ -39,8 +39,8 @@ def decode_self_test(device: torch.device) -> str | None:
     """None where the kernels may be used, else what is wrong with one of them here."""
     if triton_release() in RAN_ON:
         return None
-    from stairs.attention.hopper_decode import attend_short  # Triton, only where it is used
-    from stairs.attention.hopper_forward import attend_chunks
+    from stairs.attention.hopper_chunks import attend_chunks  # Triton, only where it is used
+    from stairs.attention.hopper_decode import attend_short
 
     def attend(q: Tensor, layer_kv: LayerKV, meta: AttnMeta, work: WorkList, out: Tensor) -> None:
         kernel = attend_chunks if isinstance(work.tile, ForwardTile) else attend_short

@@ -1,7 +1,8 @@
-"""The order in which ragged rows are taken: tiles of all sequences, the longest first.
+"""The order in which programs of the forward take tiles of rows, and which keys a tile reads.
 
-One small kernel and no wait for the device, so that a captured graph replays it with other ends.
-A program places 128 tiles by counting, for each, the tiles that come before it.
+Ragged rows are put in order first: tiles of all sequences, the longest first. One small kernel and
+no wait for the device, so that a captured graph replays it with other ends. A program of it places
+128 tiles by counting, for each, the tiles that come before it.
 """
 # ruff: noqa: RUF059  (a name _ is carried by Triton's loops like any other)
 
@@ -12,7 +13,14 @@ from torch import Tensor
 
 from stairs.attention.gluon_api import gl, gluon
 
-__all__ = ["RECORD", "order_kernel", "order_tiles", "stretches"]
+__all__ = [
+    "cut_by",
+    "locate",
+    "num_rounds",
+    "order_kernel",
+    "order_tiles",
+    "stretches",
+]
 
 RECORD = 8  # ints of a tile: first row, first_q, num_q, first_kv, num_kv, sequence, two not used
 FIELDS = gl.constexpr(RECORD)
@@ -40,6 +48,57 @@ def stretches(row0, num_q, num_kv, left, right, BM: gl.constexpr, BN: gl.constex
     full = gl.maximum(gl.minimum(full, end), first)
     clear = gl.minimum(gl.maximum(clear, first), full)
     return first, clear, full, end
+
+
+@gluon.jit
+def cut_by(entry, first, clear, full, end, BN: gl.constexpr):
+    """Of the tiles of keys that rows read those of their entry, at least one."""
+    first = gl.maximum(first, gl.load(entry + 4) // BN)
+    end = gl.maximum(gl.minimum(end, (gl.load(entry + 5) + BN - 1) // BN), first + 1)
+    return first, gl.maximum(clear, first), gl.maximum(gl.minimum(full, end), first), end
+
+
+@gluon.jit
+def num_rounds(num_tiles, programs, ORDER: gl.constexpr):
+    """How many tiles of rows this program takes."""
+    mine = gl.program_id(0)
+    if ORDER == "pairs":
+        over = num_tiles % (2 * programs) - 2 * mine
+        return num_tiles // (2 * programs) * 2 + gl.minimum(gl.maximum(over, 0), 2)
+    if ORDER == "rounds":
+        mine = gl.where(num_tiles // programs % 2 == 0, mine, programs - 1 - mine)
+    return num_tiles // programs + gl.where(num_tiles % programs > mine, 1, 0)
+
+
+@gluon.jit
+def locate(r, tiles, num_q, num_kv, heads, row_tiles, num_tiles, programs, BM: gl.constexpr,
+           RAGGED: gl.constexpr, PAGE: gl.constexpr, ORDER: gl.constexpr):  # fmt: skip
+    """The r-th tile of rows of this program: box, head, first row in its sequence, and the
+    sequence's first row and number of rows in q, and in k; which it is; and its record."""
+    mine = gl.program_id(0)
+    if ORDER == "rounds":  # longest first, there and back: each program gets long and short ones
+        mine = gl.where(r % 2 == 0, mine, programs - 1 - mine)
+    t = r * programs + mine
+    HEADER: gl.constexpr = 0 if PAGE else 1
+    record = tiles + (HEADER + t // heads) * FIELDS
+    if PAGE:
+        return (0, t % heads, gl.load(record + 3), gl.load(record), gl.load(record + 1), 0,
+                gl.load(record + 2), gl.load(record + 7), record)  # fmt: skip
+    if RAGGED:
+        return (0, t % heads, gl.load(record), gl.load(record + 1), gl.load(record + 2),
+                gl.load(record + 3), gl.load(record + 4), gl.load(record + 5), record)  # fmt: skip
+    if ORDER == "rounds":
+        all_heads = num_tiles // row_tiles
+        m = row_tiles - 1 - t // all_heads
+        at = t % all_heads
+    else:
+        if ORDER == "pairs":
+            t = (r // 2 * programs + mine) * 2 + r % 2
+        m = t % row_tiles
+        at = t // row_tiles
+        if ORDER == "pairs":  # tiles 2i and 2i + 1 are a head's i-th longest and i-th shortest
+            m = gl.where(m % 2 == 0, row_tiles - 1 - m // 2, m // 2)
+    return at // heads, at % heads, m * BM, 0, num_q, 0, num_kv, 0, record
 
 
 @gluon.jit

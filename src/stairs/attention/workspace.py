@@ -26,7 +26,7 @@ __all__ = [
     "workspace_bytes",
 ]
 
-# Which kernel: triton_paged, hopper_decode or hopper_forward.
+# Which kernel: triton_paged, hopper_decode or hopper_chunks.
 PagedTile = TritonTile | HopperTile | ForwardTile
 
 
