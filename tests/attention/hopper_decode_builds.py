@@ -13,11 +13,11 @@ from triton.experimental.gluon._runtime import GluonASTSource
 
 from attention.gluon_builds import PAGE_SIZES
 from stairs.attention.devices import hopper_decode_lacks
+from stairs.attention.hopper_boxes import PAGES
 from stairs.attention.hopper_decode import constants, decode_kernel
 from stairs.attention.meta import LayerKV
 from stairs.attention.tiles import HopperTile, hopper_tiles
 
-DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 POINTERS = {"table": "i32", "entries": "i32", "starts": "i32", "partial_out": "fp32",
             "partial_lse": "fp32", "counts": "i64"}  # fmt: skip
 ALIGNED = ("q_token", "q_head")
@@ -45,9 +45,9 @@ class DecodeBuild:
     def compile(self) -> Any:
         fixed = constants(
             self.tile, group=self.group, kv_heads=8, block_size=self.block_size,
-            head_dim=self.head_dim, dtype=DTYPES[self.dtype], counting=self.counting,
+            head_dim=self.head_dim, counting=self.counting,
         )  # fmt: skip
-        box = f"tensordesc<{self.dtype}[{fixed['BOX']}, {fixed['BD']}],{fixed['BOXES']!r}>"
+        box = f"tensordesc<{self.dtype}[{fixed['BOX']}, {fixed['BD']}],{PAGES!r}>"
         signature, attributes = {}, {}
         for position, name in enumerate(decode_kernel.arg_names):
             if name in fixed:

@@ -19,8 +19,6 @@ from attention.test_hopper_forward import KINDS, SMALL
 from stairs.attention import hopper_chunks, hopper_decode, triton_paged
 from stairs.attention.attend import attend_paged, write_kv
 from stairs.attention.hopper import ForwardTile, forward_tile
-from stairs.attention.hopper_boxes import PAGES
-from stairs.attention.hopper_decode import box_layout
 from stairs.attention.meta import AttnMeta
 from stairs.attention.tiles import HopperTile, TritonTile
 from stairs.attention.work import Cut, cut_rows, cut_step, upload
@@ -191,14 +189,3 @@ def test_pages_of_wide_heads_and_ids_outside_the_pool() -> None:
         expected = chunks(batch, tile)
         batch.meta.block_table[0, 1] = outside
         assert torch.equal(chunks(batch, tile), expected) and torch.equal(batch.meta.slots, slots)
-
-
-def test_a_pool_is_described_once_and_as_decodes_do() -> None:
-    batch = make_ragged([(128, 300)], dtype=torch.float16)
-    chunks(batch, SMALL)
-    (made,) = batch.layer_kv.boxes.values()
-    chunks(batch, SMALL)
-    assert list(batch.layer_kv.boxes.values()) == [made]
-    for keys in (8, 16, 32, 64, 128):
-        for head_block in (64, 128, 256):
-            assert box_layout(keys, head_block, torch.float16) == PAGES

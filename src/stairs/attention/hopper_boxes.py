@@ -17,7 +17,7 @@ from stairs.attention.meta import LayerKV
 __all__ = ["BOXES", "PAGES", "TILE", "box_keys", "boxes", "page_boxes"]
 
 BOXES = gl.NVMMASharedLayout(128, 16, 4)  # (1, 1, rows, D)
-PAGES = gl.NVMMASharedLayout(128, 16, 2)  # (keys, D)
+PAGES = gl.NVMMASharedLayout(128, 16, 2)  # (keys, D), D from 64 on
 TILE = gl.constexpr(PAGES)  # of whatever boxes it is made
 
 

@@ -10,13 +10,9 @@ Keys past an entry's end never count: scores are masked by a choice, their value
 
 from __future__ import annotations
 
-from typing import Any
-
-import torch
 from torch import Tensor
 
 from stairs.attention.gluon_api import (
-    TensorDescriptor,
     fence_async_shared,
     gdc_launch_dependents,
     gdc_wait,
@@ -30,12 +26,13 @@ from stairs.attention.gluon_api import (
     warpgroup_mma_wait,
 )
 from stairs.attention.hopper import padded
+from stairs.attention.hopper_boxes import TILE, box_keys, page_boxes
 from stairs.attention.meta import AttnMeta, LayerKV, WorkList
 from stairs.attention.tiles import HopperTile
 from stairs.attention.triton_paged import merge_partials, partials
 from stairs.attention.triton_softmax import LOG2_E
 
-__all__ = ["attend_entries", "attend_short", "box_layout", "constants", "decode_kernel"]
+__all__ = ["attend_entries", "attend_short", "constants", "decode_kernel"]
 
 
 @gluon.jit
@@ -321,8 +318,8 @@ def decode_kernel(
     scale, q_token, q_head, table_stride, num_blocks,
     GROUP: gl.constexpr, KV_HEADS: gl.constexpr, BLOCK: gl.constexpr, BOX: gl.constexpr,
     D: gl.constexpr, BD: gl.constexpr, ROWS: gl.constexpr, BN: gl.constexpr,
-    STAGES: gl.constexpr, BOXES: gl.constexpr, LOADER_REGISTERS: gl.constexpr,
-    COUNTING: gl.constexpr, CHAINED: gl.constexpr,
+    STAGES: gl.constexpr, LOADER_REGISTERS: gl.constexpr, COUNTING: gl.constexpr,
+    CHAINED: gl.constexpr,
 ):  # fmt: skip
     """Program (c, head) of C x KV_HEADS: entry c, then entries starts[c] .. starts[c + 1].
 
@@ -334,8 +331,8 @@ def decode_kernel(
     first = gl.program_id(0) // KV_HEADS
     head = gl.program_id(0) % KV_HEADS
     element: gl.constexpr = q.dtype.element_ty
-    k_tiles = gl.allocate_shared_memory(element, [STAGES, BN, BD], BOXES)
-    v_tiles = gl.allocate_shared_memory(element, [STAGES, BN, BD], BOXES)
+    k_tiles = gl.allocate_shared_memory(element, [STAGES, BN, BD], TILE)
+    v_tiles = gl.allocate_shared_memory(element, [STAGES, BN, BD], TILE)
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     for stage in gl.static_range(STAGES):
@@ -374,24 +371,15 @@ def decode_kernel(
         )  # fmt: skip
 
 
-def box_layout(box: int, head_block: int, dtype: torch.dtype) -> Any:
-    """How a box of ``box`` keys lies in shared memory, and so a tile."""
-    element = gl.bfloat16 if dtype == torch.bfloat16 else gl.float16
-    return gl.NVMMASharedLayout.get_default_for([box, head_block], element)
-
-
 def constants(
-    tile: HopperTile, *, group: int, kv_heads: int, block_size: int, head_dim: int,
-    dtype: torch.dtype, counting: bool,
-) -> dict[str, Any]:  # fmt: skip
+    tile: HopperTile, *, group: int, kv_heads: int, block_size: int, head_dim: int, counting: bool
+) -> dict[str, int]:  # fmt: skip
     """What ``decode_kernel`` is compiled for."""
-    box = min(tile.keys, block_size)
-    head_block = padded(head_dim)
+    box = box_keys(block_size, tile.keys)
     return {
         "GROUP": group, "KV_HEADS": kv_heads, "BLOCK": block_size, "BOX": box, "D": head_dim,
-        "BD": head_block, "ROWS": tile.rows, "BN": tile.keys, "STAGES": tile.num_stages,
-        "BOXES": box_layout(box, head_block, dtype), "COUNTING": counting,
-        "CHAINED": tile.is_chained,
+        "BD": padded(head_dim), "ROWS": tile.rows, "BN": tile.keys, "STAGES": tile.num_stages,
+        "COUNTING": counting, "CHAINED": tile.is_chained,
         # The ids of a tile's pages are held at one time.
         "LOADER_REGISTERS": 40 if tile.keys // box > 4 else 32,
     }  # fmt: skip
@@ -417,9 +405,9 @@ def attend_entries(
     num_blocks, kv_heads, block_size, head_dim = layer_kv.k.shape
     constant = constants(
         tile, group=q.shape[1] // kv_heads, kv_heads=kv_heads, block_size=block_size,
-        head_dim=head_dim, dtype=q.dtype, counting=meta.counting,
+        head_dim=head_dim, counting=meta.counting,
     )  # fmt: skip
-    k_boxes, v_boxes = _boxes(layer_kv, constant["BOX"], constant["BD"])
+    k_boxes, v_boxes = page_boxes(layer_kv, constant["BOX"])
     partial_out, partial_lse = partials(q, work, kv_heads)
     num_programs = (work.starts.shape[0] - 1) * kv_heads
     decode_kernel[(num_programs,)](
@@ -429,22 +417,3 @@ def attend_entries(
         maxnreg=tile.max_registers, enable_fp_fusion=True, launch_pdl=tile.is_chained,
     )  # fmt: skip
     return partial_out, partial_lse
-
-
-def _boxes(layer_kv: LayerKV, box: int, head_block: int) -> tuple[Any, Any]:
-    """K and V seen as (N * G * B, D) and read in boxes of (box, head_block); outside is 0. Made
-    once a layer: pools never move."""
-    if (box, head_block) not in layer_kv.boxes:
-        layout = box_layout(box, head_block, layer_kv.k.dtype)
-        head_dim = layer_kv.k.shape[3]
-        layer_kv.boxes[box, head_block] = (
-            TensorDescriptor(
-                layer_kv.k, [layer_kv.k.numel() // head_dim, head_dim], [head_dim, 1],
-                [box, head_block], layout,
-            ),
-            TensorDescriptor(
-                layer_kv.v, [layer_kv.v.numel() // head_dim, head_dim], [head_dim, 1],
-                [box, head_block], layout,
-            ),
-        )  # fmt: skip
-    return layer_kv.boxes[box, head_block]

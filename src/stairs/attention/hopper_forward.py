@@ -25,7 +25,7 @@ def constants(
     has_left: bool, is_cut: bool, is_capped: bool, returns_lse: bool, in_rounds: bool = False,
     page: int = 0, counting: bool = False,
 ) -> dict[str, int | str]:  # fmt: skip
-    """What a launch compiles in. ``is_cut``: the last tile of keys may hold hidden ones;
+    """What a launch of the kernel compiles in. ``is_cut``: the last tile may hold hidden keys;
     ``counting``: of causal rows over pages."""
     k_free, v_free = tile.free_barriers
     order = "pairs" if has_right else "alike"
