@@ -22,8 +22,8 @@ run: .venv/.run
 
 # Two processes of one thread each: threads of both would wait for one another at each small product.
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest
-# A process of its own: Triton's interpreter replaces its compiler for all of it.
-INTERPRETED := TRITON_INTERPRET=1 $(PYTEST) tests/attention/test_interpreted.py
+# Processes of their own: Triton's interpreter replaces its compiler for all of them.
+INTERPRETED := TRITON_INTERPRET=1 $(PYTEST) -n 2 tests/attention/test_interpreted.py
 
 # Dealt one by one to both processes, not a file to each: a kernel takes seconds to compile.
 BUILDS := tests/attention/test_gluon_builds.py tests/attention/test_hopper_decode_builds.py
