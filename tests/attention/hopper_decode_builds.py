@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -67,13 +68,15 @@ class DecodeBuild:
 
 
 def served() -> Iterator[DecodeBuild]:
-    """Each tile over pages of every size that the kernel takes, then with what else is compiled in:
+    """Each tile over pages of every size that makes other boxes (of 128, as of 64 and 256, only if
+    all kernels are asked for), then with what else is compiled in:
     groups, head dimensions that are padded, float16, and counting."""
     for head_dim, padded in ((64, ()), (128, (80, 96)), (256, (192,))):
         for tile in hopper_tiles(head_dim, 1):
             group = 4 if tile.rows == 16 else 32
             for block_size in PAGE_SIZES:
-                if _takes(head_dim, block_size):
+                is_more = block_size == 128 and not os.environ.get("STAIRS_ALL_KERNELS")
+                if _takes(head_dim, block_size) and not is_more:
                     yield DecodeBuild(tile, group, head_dim, block_size)
             yield DecodeBuild(tile, 1, head_dim, 16, "fp16")
             yield DecodeBuild(tile, group, head_dim, 16, counting=True)
