@@ -97,11 +97,16 @@ def prefill(fa3: Any, *, repeats: int, head_dims: Sequence[int], sweep: bool) ->
             what="prefill_sweep" if sweep else "prefill", head_dim=cell.head_dim,
             heads=f"{cell.heads}/{cell.kv_heads}", causal=cell.causal,
             length="ragged" if cell.is_ragged else cell.lengths[0], tokens=rows,
-            tflops={name: round(cell.flops * IN_GRAPH / ms / 1e9) for name, ms in times.items()},
+            tflops=tflops(cell.flops, times),
             host_us=host_us, **({"problems": problems} if problems else {}),
         )  # fmt: skip
         del graphs
         torch.cuda.empty_cache()
+
+
+def tflops(flops: float, times: dict[str, float]) -> dict[str, int]:
+    """Of calls of ``flops``, from the milliseconds of each side's graph."""
+    return {name: round(flops * IN_GRAPH / ms / 1e9) for name, ms in times.items()}
 
 
 def ends_of(cell: Prefill) -> Tensor:
@@ -227,9 +232,7 @@ def chunks(fa3: Any, *, repeats: int, head_dims: Sequence[int]) -> None:
                 report(
                     what="chunk", head_dim=head_dim, heads=f"{heads}/{kv_heads}", page=page,
                     context=context,
-                    tflops={
-                        name: round(flops * IN_GRAPH / ms / 1e9) for name, ms in times.items()
-                    },
+                    tflops=tflops(flops, times),
                 )  # fmt: skip
 
 

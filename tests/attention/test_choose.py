@@ -108,7 +108,7 @@ def test_hopper_counts_as_measured_where_both_of_a_step_s_kernels_are(
         short = (HopperTile(16, 64, 3, 2, measured=decodes), HopperTile(64, 64, 3, 2))
         tile = ForwardTile(128, 2, 2, 240, measured=chunks)
         monkeypatch.setattr(devices, "hopper_tiles", lambda *_, short=short: short)
-        monkeypatch.setattr(devices, "forward_tile", lambda *_, tile=tile, **__: tile)
+        monkeypatch.setattr(devices, "chunk_tile", lambda _, tile=tile: tile)
         assert devices.hopper_measured(128, 4) == known
 
 

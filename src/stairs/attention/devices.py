@@ -9,7 +9,7 @@ from dataclasses import replace
 import torch
 
 from stairs.attention.choose import Choice, choose
-from stairs.attention.hopper import ForwardTile, forward_tile
+from stairs.attention.hopper import chunk_tile
 from stairs.attention.hopper_decode_check import decode_self_test
 from stairs.attention.meta import LayerKV
 from stairs.attention.tiles import CARDS, MAX_HEAD_DIM, Card, hopper_tiles, paged_tiles
@@ -75,18 +75,14 @@ def cutter_for(
     card, group = card_of(device), num_heads // kv_heads
     tiles: Tiles = paged_tiles(head_dim, group, itemsize=dtype.itemsize, card=card)
     if implementation == "hopper":
-        tiles = (*hopper_tiles(head_dim, group), tiles[-1], _chunk_tile(head_dim))
+        tiles = (*hopper_tiles(head_dim, group), tiles[-1], chunk_tile(head_dim))
     return Cutter(group=group, kv_heads=kv_heads, tiles=tiles, num_sms=card.num_sms, device=device)
-
-
-def _chunk_tile(head_dim: int) -> ForwardTile:
-    return forward_tile(head_dim, causal=True, window=(-1, -1))
 
 
 def hopper_measured(head_dim: int, group: int) -> str | None:
     """Where Hopper's kernels were the quicker ones for decodes; None unless chunks have a figure
     too: one step runs both."""
-    return hopper_tiles(head_dim, group)[0].measured if _chunk_tile(head_dim).measured else None
+    return hopper_tiles(head_dim, group)[0].measured if chunk_tile(head_dim).measured else None
 
 
 def choose_paged(

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from stairs.attention.choose import Choice, Tile
 from stairs.attention.devices import card_of, triton_supports
-from stairs.attention.hopper import forward_tile, hopper_lacks
+from stairs.attention.hopper import ForwardTile, forward_tile, hopper_lacks
 from stairs.attention.hopper_check import self_test, triton_release
 from stairs.attention.online import empty, finish, update
 from stairs.attention.reference import compute_dtype
@@ -170,9 +170,7 @@ def choose_flash(
         return choose_contiguous(
             backend=backend, device="cuda", triton_lacks=lacks, hopper_lacks=lacks
         )
-    hopper = forward_tile(
-        q.shape[-1], causal=causal, window=window, dense_q=0 if is_ragged else max_q
-    )
+    hopper = _hopper_tile(q, causal=causal, window=window, max_q=max_q, is_ragged=is_ragged)
     capability = divmod(card_of(q.device).capability, 10)
     problem = hopper_lacks(q, k, v, capability=capability, release=triton_release())
     if problem is None and hopper.measured is not None and backend == "auto":
@@ -222,6 +220,13 @@ def choose_contiguous(
     return Choice("triton", triton_tile, f"Triton's tiles on a GPU{why_not}")
 
 
+def _hopper_tile(
+    q: Tensor, *, causal: bool, window: tuple[int, int], max_q: int, is_ragged: bool
+) -> ForwardTile:
+    dense_q = 0 if is_ragged else max_q
+    return forward_tile(q.shape[-1], causal=causal, window=window, dense_q=dense_q)
+
+
 def _tile(q: Tensor, *, causal: bool, max_q: int) -> TritonTile:
     card = card_of(q.device)
     return flash_tile(q.shape[-1], causal=causal, num_q=max_q, itemsize=q.element_size(), card=card)
@@ -236,12 +241,10 @@ def _on_gpu(
         if choice.implementation == "hopper":
             from stairs.attention.hopper_forward import hopper_forward  # Triton, only where used
 
-            rows = forward_tile(
-                q.shape[-1], causal=call.causal, window=call.window,
-                dense_q=max_q if cu_q is None else 0,
-            )  # fmt: skip
             return hopper_forward(
-                q, k, v, cu_q=cu_q, cu_kv=cu_kv, max_q=max_q, tile=rows, num_sms=card.num_sms,
+                q, k, v, cu_q=cu_q, cu_kv=cu_kv, max_q=max_q, num_sms=card.num_sms,
+                tile=_hopper_tile(q, causal=call.causal, window=call.window, max_q=max_q,
+                                  is_ragged=cu_q is not None),
                 **call._asdict(),
             )  # fmt: skip
         from stairs.attention.triton_flash import flash_forward

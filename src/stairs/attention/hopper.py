@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 __all__ = [
     "TILES",
     "ForwardTile",
+    "chunk_tile",
     "forward_tile",
     "forward_tiles",
     "hopper_lacks",
@@ -104,6 +105,11 @@ def forward_tile(
     """``dense_q``: queries of each sequence of a dense batch, 0 if it is ragged."""
     tiles = forward_tiles(head_dim, has_right_edge=causal or window[1] >= 0)
     return [tile for tile in tiles if tile.dense_from <= dense_q][-1]
+
+
+def chunk_tile(head_dim: int) -> ForwardTile:
+    """Of a step's prompt chunks, causal rows over pages."""
+    return forward_tile(head_dim, causal=True, window=(-1, -1))
 
 
 def is_in_rounds(*, num_heads: int, num_q: int, num_programs: int) -> bool:

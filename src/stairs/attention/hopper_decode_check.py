@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from stairs.attention.hopper import ForwardTile, forward_tile
+from stairs.attention.hopper import ForwardTile, chunk_tile
 from stairs.attention.hopper_check import triton_release
 from stairs.attention.meta import AttnMeta, LayerKV, WorkList
 from stairs.attention.reference import paged_reference
@@ -90,8 +90,7 @@ def _error(attend: Attend, group: int, head_dim: int, device: torch.device) -> f
         (int(num_q.sum()), KV_HEADS * group, head_dim), generator=generator, device=device
     ).to(torch.bfloat16)
     out = torch.full_like(q, torch.nan)
-    chunks = forward_tile(head_dim, causal=True, window=(-1, -1))
-    tiles: Tiles = (*hopper_tiles(head_dim, group), chunks)
+    tiles: Tiles = (*hopper_tiles(head_dim, group), chunk_tile(head_dim))
     cuts = cut_step(
         num_q, num_kv, group=group, kv_heads=KV_HEADS, tiles=tiles, num_sms=16
     )  # fmt: skip

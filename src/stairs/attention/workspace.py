@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from stairs.attention.hopper import ForwardTile, forward_tile
+from stairs.attention.hopper import ForwardTile, chunk_tile
 from stairs.attention.tiles import (
     MAX_HEAD_DIM,
     Card,
@@ -82,5 +82,4 @@ def engine_tiles(head_dim: int, group: int, *, itemsize: int, card: Card) -> tup
     tiles = paged_tiles(head_dim, group, itemsize=itemsize, card=card)
     if card.capability != 90 or itemsize != 2:
         return tiles
-    chunks = forward_tile(head_dim, causal=True, window=(-1, -1))
-    return (*hopper_tiles(head_dim, group), *tiles, chunks)
+    return (*hopper_tiles(head_dim, group), *tiles, chunk_tile(head_dim))
